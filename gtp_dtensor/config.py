@@ -1,0 +1,83 @@
+"""The settings of one sharded model: one frozen dataclass, no process-wide configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+WIRE_FORMATS = ("bf16", "fp8", "mxfp8", "nvfp4", "auto")
+TRANSPORTS = ("auto", "collective", "symmetric")
+# Formats and transports that this release can serve. The others are named in the public surface and are refused
+# at set-up rather than replaced silently.
+_SERVED_WIRE_FORMATS = ("bf16", "auto")
+_SERVED_TRANSPORTS = ("auto", "collective")
+
+
+@dataclass(frozen=True)
+class GTPConfig:
+    """Settings of one :class:`~gtp_dtensor.GTPStyle`. The first seven keep the names of the GTP specification (2.4).
+
+    Attributes:
+        pad_for_alignment: every rank's rows of a weight are padded, in communication buffers only, to a multiple of
+            this. None: what the wire format needs (bf16: 1). Parameters, gradients and checkpoints never see padding.
+        weight_prefetch: issue gathers ahead of their use, from the recorded schedule. False: every gather is on demand.
+        async_reduction: reduce gradients one step behind the backward. False: each is waited for where it is launched.
+        check_param_states: check every state transition of every weight; raises ``RuntimeError`` with the weight's FQN.
+        calculate_per_token_loss: True: gradients are summed over the data axes, because the loss is already divided by
+            the global number of tokens. False: gradients are averaged over the data axes, because each rank's loss is a
+            mean over its own samples.
+        reduce_scatter_with_fp32_accumulation: exchange 16-bit gradient rows by all-to-all and sum them locally in
+            float32, instead of a reduce-scatter that rounds at each hop. Bypassed on axes of size 2 or less and where
+            ``reduce_dtype`` is float32 already.
+        graph_wgrad_ring_size: how many unsharded weight gradients may be in flight at once, so it bounds the
+            memory that asynchronous reductions hold; CUDA graphs will allocate this many persistent slots.
+        look_ahead: how many uses before its own use a gather is issued.
+        wire_format: how a shard travels. "auto": the format that the weight's tensor type stores, else "bf16", which
+            stands for "as it is, in ``param_dtype``".
+        param_dtype: the dtype that is gathered and computed in. None: the parameter's own.
+        reduce_dtype: the dtype that gradients are reduced in. None: the parameter's own.
+        transport: how bytes move: process-group collectives, or symmetric memory.
+        recompute_keep_bytes: a weight gathered for recomputation is kept for its backward use while the kept weights
+            of this model stay within this many bytes. None: eight times the largest gathered weight. 0: never.
+    """
+
+    pad_for_alignment: int | None = None
+    weight_prefetch: bool = True
+    async_reduction: bool = True
+    check_param_states: bool = False
+    calculate_per_token_loss: bool = False
+    reduce_scatter_with_fp32_accumulation: bool = False
+    graph_wgrad_ring_size: int = 2
+    look_ahead: int = 1
+    wire_format: str = "auto"
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    transport: str = "auto"
+    recompute_keep_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.wire_format not in WIRE_FORMATS:
+            raise ValueError(f"GTPConfig.wire_format={self.wire_format!r}: choose one of {', '.join(WIRE_FORMATS)}")
+        if self.wire_format not in _SERVED_WIRE_FORMATS:
+            raise NotImplementedError(
+                f"GTPConfig.wire_format={self.wire_format!r} is not served by this release; use 'bf16' or 'auto'"
+            )
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"GTPConfig.transport={self.transport!r}: choose one of {', '.join(TRANSPORTS)}")
+        if self.transport not in _SERVED_TRANSPORTS:
+            raise NotImplementedError(
+                f"GTPConfig.transport={self.transport!r} is not served by this release; use 'collective' or 'auto'"
+            )
+        for name, least in (("graph_wgrad_ring_size", 1), ("look_ahead", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"GTPConfig.{name}={value!r}: must be an integer of at least {least}")
+        for name, least in (("pad_for_alignment", 1), ("recompute_keep_bytes", 0)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ValueError(f"GTPConfig.{name}={value!r}: must be None or an integer of at least {least}")
+        for name in ("param_dtype", "reduce_dtype"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+                raise ValueError(f"GTPConfig.{name}={value!r}: must be None or a floating-point torch.dtype")
