@@ -1,0 +1,1 @@
+"""Tests of gtp_dtensor and of its torchtitan integration."""
