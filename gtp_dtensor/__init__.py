@@ -1,0 +1,35 @@
+"""Generalized tensor parallelism for PyTorch: ZeRO-3 on a model-parallel mesh axis, one weight at a time."""
+
+from .api import (
+    GTPStats,
+    ScheduleRow,
+    ScheduleTable,
+    finalize_grads,
+    materialized,
+    process_groups,
+    refresh,
+    reset_stats,
+    schedule_table,
+    stats,
+)
+from .config import GTPConfig
+from .init import logical_init
+from .optim import clip_grad_norm_
+from .style import GTPStyle
+
+__all__ = [
+    "GTPConfig",
+    "GTPStats",
+    "GTPStyle",
+    "ScheduleRow",
+    "ScheduleTable",
+    "clip_grad_norm_",
+    "finalize_grads",
+    "logical_init",
+    "materialized",
+    "process_groups",
+    "refresh",
+    "reset_stats",
+    "schedule_table",
+    "stats",
+]

@@ -1,0 +1,210 @@
+"""The functions that take a model: drain, refresh, direct use of a weight, statistics."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from . import functional
+from .members import STATE, ModuleState, model_runtimes, module_runtimes
+from .schedule import IN_BACKWARD, Kind, Use
+from .style import clean_fqn
+from .weight import ShardedWeight, WeightCounters
+
+
+def finalize_grads(model: nn.Module) -> None:
+    """Wait for all pending gradient reductions of ``model`` and accumulate them into ``.grad``.
+
+    Done by itself at the end of every backward and before every optimizer step; nothing is pending afterwards. Gathers
+    that were issued ahead and not used are freed.
+    """
+    for runtime in model_runtimes(model):
+        runtime.finalize()
+
+
+def refresh(model: nn.Module) -> None:
+    """To be called after writing into parameters by hand: compute shards are rebuilt before the next gather.
+
+    Optimizer steps, ``load_state_dict`` and in-place operators on a single parameter are noticed without it; foreach
+    and fused kernels called by hand on parameters, or writes into their storage, are not.
+    """
+    for runtime in module_runtimes(model):
+        for weight in runtime.live_weights():
+            weight.mark_changed()
+
+
+@contextlib.contextmanager
+def materialized(module: nn.Module, name: str = "weight") -> Iterator[torch.Tensor]:
+    """The gathered weight of ``module``, for direct use: ``loss = chunked_loss(h, w)``; gradients flow back.
+
+    Yields a tensor of the weight's logical shape in compute dtype; after tensor parallelism a DTensor on the tp mesh.
+    It may be used after the block only by the backward of what the block computed. A module that GTP did not touch
+    yields its parameter.
+
+    Raises:
+        AttributeError: ``module`` has no parameter of that name.
+    """
+    if module._parameters.get(name) is None:
+        raise AttributeError(f"{type(module).__name__} has no parameter '{name}'; it has {list(module._parameters)}")
+    state: ModuleState | None = module.__dict__.get(STATE)
+    if state is None:
+        yield module._parameters[name]
+    elif name in state.weights:
+        yield functional.materialize(module, name)
+    else:
+        yield functional.use_small(module, name)
+
+
+@dataclass
+class GTPStats:
+    """Counters of a model since the last ``reset_stats``.
+
+    Bytes are the payload of whole gathered weights and unsharded gradients as they travelled, padding included, so
+    that bytes divided by the weight's elements is the specification's "B per element".
+
+    Attributes:
+        num_forward_gathers: gathers issued for forward uses (training and inference).
+        num_recompute_gathers: gathers issued for forwards re-run by activation checkpointing.
+        num_backward_gathers: gathers issued for gradients of inputs.
+        num_prefetch_hits: uses whose gather had been issued ahead.
+        num_on_demand_gathers: gathers issued at the use itself.
+        num_mispredictions: uses other than the one that the schedule expected.
+        num_reductions: reduce-scatters of sharded weights' gradients.
+        num_small_reductions: coalesced all-reduces of the gradients of parameters that stay whole.
+        num_refreshes: compute shards rewritten.
+        gather_bytes: payload gathered.
+        reduce_bytes: payload reduced (sharded weights).
+        live_lease_bytes: gathered weights in memory now.
+        peak_lease_bytes: the most of them at one time.
+        num_pending: reductions that are not in ``.grad`` yet; 0 after a drain.
+        num_sharded_weights: sharded weights of the model.
+    """
+
+    num_forward_gathers: int = 0
+    num_recompute_gathers: int = 0
+    num_backward_gathers: int = 0
+    num_prefetch_hits: int = 0
+    num_on_demand_gathers: int = 0
+    num_mispredictions: int = 0
+    num_reductions: int = 0
+    num_small_reductions: int = 0
+    num_refreshes: int = 0
+    gather_bytes: int = 0
+    reduce_bytes: int = 0
+    live_lease_bytes: int = 0
+    peak_lease_bytes: int = 0
+    num_pending: int = 0
+    num_sharded_weights: int = 0
+
+
+def stats(model: nn.Module) -> GTPStats:
+    """The counters of ``model`` since the last :func:`reset_stats`. All 0 where GTP is off."""
+    result = GTPStats()
+    for runtime in model_runtimes(model):
+        for field in fields(runtime.counters):
+            setattr(result, field.name, getattr(result, field.name) + getattr(runtime.counters, field.name))
+        result.num_pending += runtime.reducer.num_pending
+        for weight in runtime.live_weights():
+            result.num_sharded_weights += 1
+            for field in fields(WeightCounters):
+                setattr(result, field.name, getattr(result, field.name) + getattr(weight.counters, field.name))
+    return result
+
+
+def reset_stats(model: nn.Module) -> None:
+    """Set the counters of ``model`` to zero; the peak of gathered bytes starts at what is gathered now."""
+    for runtime in model_runtimes(model):
+        live = runtime.counters.live_lease_bytes
+        runtime.counters = type(runtime.counters)(live_lease_bytes=live, peak_lease_bytes=live)
+        for weight in runtime.live_weights():
+            weight.counters.reset()
+
+
+@dataclass(frozen=True)
+class ScheduleRow:
+    """One use of one weight in the learned schedule.
+
+    ``issued_at``: the position at whose use the gather is issued; its own position: on demand; None: no gather, the
+    weight is still there from its recompute.
+    """
+
+    position: int
+    kind: str
+    weight: str
+    format: str
+    num_bytes: int
+    issued_at: int | None
+
+
+class ScheduleTable(list[ScheduleRow]):
+    """The rows of :func:`schedule_table`, readable when printed."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "(no schedule recorded yet)"
+        width = max(len(row.weight) for row in self)
+        lines = [f"{'pos':>5}  {'kind':<9}  {'weight':<{width}}  {'format':<8}  {'bytes':>12}  issued at"]
+        for row in self:
+            issued = "kept" if row.issued_at is None else str(row.issued_at)
+            lines.append(
+                f"{row.position:>5}  {row.kind:<9}  {row.weight:<{width}}  {row.format:<8}  {row.num_bytes:>12,}  {issued}"
+            )
+        return "\n".join(lines)
+
+
+def schedule_table(model: nn.Module) -> ScheduleTable:
+    """The learned schedule of ``model``: the uses of its last whole step, in order, with where each gather is issued."""
+    names = {id(param): clean_fqn(name) for name, param in model.named_parameters()}
+    table = ScheduleTable()
+    for runtime in model_runtimes(model):
+        uses = runtime.schedule.period()
+        kept = _kept_positions(uses)
+        for position, use in enumerate(uses):
+            weight: ShardedWeight | None = runtime.weights[use.weight]()
+            if weight is None:
+                continue
+            issued_at: int | None = position
+            if position in kept:
+                issued_at = None
+            elif runtime.config.weight_prefetch:
+                issued_at = _issue_position(uses, position, runtime.config.look_ahead)
+            fqn = names.get(id(weight.param), weight.fqn)
+            table.append(
+                ScheduleRow(position, use.kind.name.lower(), fqn, weight.wire_name, weight.gathered_bytes, issued_at)
+            )
+    return table
+
+
+def _issue_position(uses: list[Use], position: int, look_ahead: int) -> int:
+    """The earliest use, at most ``look_ahead`` before, from which prefetching may reach ``position``."""
+    issue = position
+    while issue > 0 and position - issue < look_ahead:
+        if uses[issue].starts_pass or (uses[issue - 1].kind in IN_BACKWARD and uses[position].kind not in IN_BACKWARD):
+            break
+        issue -= 1
+    return issue
+
+
+def _kept_positions(uses: list[Use]) -> set[int]:
+    """Backward uses that read what their recompute gathered. (What the byte budget refused cannot be told here.)"""
+    kept, waiting = set(), set()
+    for position, use in enumerate(uses):
+        if use.kind is Kind.RECOMPUTE:
+            waiting.add(use.weight)
+        elif use.kind is Kind.BACKWARD and use.weight in waiting:
+            waiting.discard(use.weight)
+            kept.add(position)
+    return kept
+
+
+def process_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The communicators that ``model``'s gathers and reductions use, for setting their time-outs."""
+    groups: Iterable[dist.ProcessGroup] = (
+        group for runtime in module_runtimes(model) for group in runtime.transport.process_groups()
+    )
+    return list(dict.fromkeys(groups))

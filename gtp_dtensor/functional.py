@@ -1,0 +1,287 @@
+"""The autograd functions: a weight is gathered where it is used, and its gradient reduced where it is computed.
+
+Each function takes the registered parameter (the DTensor shard) as an input, which keeps the graph alive where the
+module's own input needs no gradient, and saves a handle to the weight for backward, never the gathered weight. So
+activation checkpointing of every kind just re-runs a use.
+
+A backward computes only what the engine will execute. ``ctx.needs_input_grad`` cannot tell: it does not know that only
+the gradient of the input is wanted.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from .members import small_of, weight_of
+from .reduce import wants_gradient_returned
+from .schedule import Kind
+from .small import SmallParam
+from .weight import ShardedWeight
+
+
+class Edge(Enum):
+    """What the engine will do with the gradient of one input of the running node."""
+
+    UNUSED = 0
+    ACCUMULATED = 1  # flows on, or into the leaf's .grad
+    CAPTURED = 2  # returned by torch.autograd.grad
+
+
+def engine_edges() -> list[Edge]:
+    """One entry for each tensor input of the autograd node that is running, in order."""
+    edges = []
+    for node, _ in torch._C._current_autograd_node().next_functions:
+        if node is None:
+            edges.append(Edge.UNUSED)
+            continue
+        try:
+            edges.append(Edge.ACCUMULATED if torch._C._will_engine_execute_node(node) else Edge.UNUSED)
+        except RuntimeError:  # raised for a leaf exactly when autograd.grad captures it
+            edges.append(Edge.CAPTURED)
+    return edges
+
+
+def _param_edge(param: nn.Parameter, edge: Edge) -> Edge:
+    """Like the engine, drop the gradient of a leaf that was frozen after the forward."""
+    return edge if param.requires_grad or edge is Edge.CAPTURED else Edge.UNUSED
+
+
+def _reduce_weight_grad(
+    weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, edge: Edge
+) -> DTensor | None:
+    returned = edge is Edge.CAPTURED or wants_gradient_returned(param)
+    return weight.runtime.reducer.launch(weight, param, grad, returned)
+
+
+# ---- parameters that stay whole
+
+
+class _UseSmall(torch.autograd.Function):
+    """The tensor that a module computes with, for a parameter that is whole on every gtp rank."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, param: nn.Parameter, small: SmallParam) -> torch.Tensor:
+        ctx.small, ctx.param = small, param
+        return small.read()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple:
+        small, param = ctx.small, ctx.param
+        edge = _param_edge(param, engine_edges()[0])
+        if edge is Edge.UNUSED:
+            return None, None
+        small.runtime.enter()
+        if edge is Edge.CAPTURED or wants_gradient_returned(param):
+            return small.runtime.reducer.reduce_now(small, param, grad), None
+        small.runtime.reducer.collect(small, param, grad)
+        return None, None
+
+
+def use_small(module: nn.Module, name: str) -> torch.Tensor:
+    """``module``'s whole parameter ``name`` as its forward sees it; gradients flow back into the parameter."""
+    small = small_of(module, name)
+    return _UseSmall.apply(small.param, small)
+
+
+# ---- any module
+
+
+class _Materialize(torch.autograd.Function):
+    """The gathered weight as a tensor of the graph: for modules whose computation we do not know."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, param: nn.Parameter, weight: ShardedWeight, kind: Kind) -> torch.Tensor:
+        lease = weight.runtime.acquire(weight, kind, may_keep=False)  # the graph itself holds what its backward needs
+        ctx.weight, ctx.param = weight, param
+        ctx.lease = lease  # lives as long as the graph that may have saved the tensor
+        return lease.read()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple:
+        edge = _param_edge(ctx.param, engine_edges()[0])
+        if edge is Edge.UNUSED:
+            return None, None, None
+        ctx.weight.runtime.enter()
+        return _reduce_weight_grad(ctx.weight, ctx.param, grad, edge), None, None
+
+
+def materialize(module: nn.Module, name: str) -> torch.Tensor:
+    """The gathered weight ``name`` of ``module``, TP-local shape, in compute dtype; gradients flow back."""
+    weight = weight_of(module, name)
+    return _Materialize.apply(weight.param, weight, weight.runtime.forward_kind())
+
+
+# ---- linear
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def _cast_inputs(x: torch.Tensor, bias: torch.Tensor | None, weight: ShardedWeight) -> tuple:
+    """Inputs in the dtype that is computed in: autocast's, else ``param_dtype`` where one is set."""
+    autocast = _autocast_dtype(x.device.type)
+    dtype = autocast or (weight.compute_dtype if weight.runtime.config.param_dtype is not None else None)
+    if dtype is not None and x.is_floating_point() and x.dtype != dtype:
+        x = x.to(dtype)
+    if dtype is not None and bias is not None and bias.dtype != dtype:
+        bias = bias.to(dtype)
+    return x, bias, autocast
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W^T + b with W gathered for this call only. x (..., in), W (out, in), b (out,) or None."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x, param, bias, weight: ShardedWeight, kind: Kind, dtype: torch.dtype | None):
+        lease = weight.runtime.acquire(weight, kind)
+        w = lease.read()
+        y = F.linear(x, w if dtype is None else w.to(dtype), bias)
+        del w
+        weight.runtime.release(lease)
+        ctx.weight, ctx.param, ctx.dtype = weight, param, dtype
+        ctx.save_for_backward(x if param.requires_grad else None)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
+        # Unpacking comes first: it may re-run the whole checkpointed block, with its own uses of weights.
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
+        edges = engine_edges()
+        x_edge, weight_edge = edges[0], _param_edge(ctx.param, edges[1])
+        bias_edge = edges[2] if len(edges) > 2 else Edge.UNUSED
+        weight.runtime.enter()
+        grad_x = grad_weight = grad_bias = None
+        if x_edge is not Edge.UNUSED:
+            lease = weight.runtime.acquire(weight, Kind.BACKWARD)
+            w = lease.read()
+            grad_x = grad_y @ (w if ctx.dtype is None else w.to(ctx.dtype))
+            del w
+            weight.runtime.release(lease)
+        rows = grad_y.reshape(-1, grad_y.shape[-1]) if grad_y.dim() != 2 else grad_y
+        if weight_edge is not Edge.UNUSED:
+            weight.runtime.reducer.make_room()
+            grad = rows.t() @ (x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x)
+            grad_weight = _reduce_weight_grad(weight, ctx.param, grad, weight_edge)
+        if bias_edge is not Edge.UNUSED:
+            grad_bias = rows.sum(0)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """``module(x)`` for a linear whose weight is sharded."""
+    weight = weight_of(module, "weight")
+    bias = None if module._parameters.get("bias") is None else use_small(module, "bias")
+    x, bias, dtype = _cast_inputs(x, bias, weight)
+    if dtype == weight.compute_dtype:
+        dtype = None
+    return _Linear.apply(x, weight.param, bias, weight, weight.runtime.forward_kind(), dtype)
+
+
+# ---- embedding
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of a gathered table. ids (...) integer, table (V, d); its backward needs no gather."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, ids, param, weight: ShardedWeight, padding_idx: int, scale_by_freq: bool, kind: Kind):
+        lease = weight.runtime.acquire(weight, kind)
+        y = F.embedding(ids, lease.read())
+        weight.runtime.release(lease)
+        ctx.weight, ctx.param = weight, param
+        ctx.padding_idx, ctx.scale_by_freq = padding_idx, scale_by_freq
+        ctx.save_for_backward(ids)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
+        (ids,) = ctx.saved_tensors
+        edge = _param_edge(ctx.param, engine_edges()[1])
+        if edge is Edge.UNUSED:
+            return (None,) * 6
+        weight = ctx.weight
+        weight.runtime.enter()
+        weight.runtime.reducer.make_room()
+        grad = torch.ops.aten.embedding_dense_backward(
+            grad_y, ids, weight.cut.num_rows, ctx.padding_idx, ctx.scale_by_freq
+        )
+        return None, _reduce_weight_grad(weight, ctx.param, grad, edge), None, None, None, None
+
+
+class _TPEmbedding(torch.autograd.Function):
+    """The same on a tp mesh. A table cut by rows (the vocabulary) is looked up locally: rows of other ranks give zeros
+    in a Partial sum, and the gradient stays as large as this rank's rows. DTensor's own rule would make a gradient of
+    the whole vocabulary on every rank."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, ids, param, weight: ShardedWeight, padding_idx: int, scale_by_freq: bool, kind: Kind):
+        tp = weight.tp
+        local_ids = ids._local_tensor if isinstance(ids, DTensor) else ids
+        lease = weight.runtime.acquire(weight, kind)
+        table = lease.read()._local_tensor
+        if tp.placement == Shard(0):
+            start = tp.mesh.get_local_rank() * -(-param.shape[0] // tp.mesh.size())
+            outside = (local_ids < start) | (local_ids >= start + table.shape[0])
+            local_ids = (local_ids - start).masked_fill(outside, 0)
+            padding_idx = padding_idx - start if start <= padding_idx < start + table.shape[0] else -1
+            y = F.embedding(local_ids, table).masked_fill(outside.unsqueeze(-1), 0)
+            placement = Partial()
+        else:
+            outside = None
+            y = F.embedding(local_ids, table)
+            placement = Shard(y.dim() - 1) if tp.placement == Shard(1) else Replicate()
+        del table
+        weight.runtime.release(lease)
+        ctx.weight, ctx.param = weight, param
+        ctx.padding_idx, ctx.scale_by_freq = padding_idx, scale_by_freq
+        ctx.grad_placement = placement if isinstance(placement, Shard) else Replicate()
+        ctx.save_for_backward(local_ids, outside)
+        shape = torch.Size((*local_ids.shape, param.shape[1]))
+        meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), y.dtype)
+        return DTensor(y, DTensorSpec(tp.mesh, (placement,), tensor_meta=meta), requires_grad=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
+        local_ids, outside = ctx.saved_tensors
+        edge = _param_edge(ctx.param, engine_edges()[1])
+        if edge is Edge.UNUSED:
+            return (None,) * 6
+        weight = ctx.weight
+        weight.runtime.enter()
+        weight.runtime.reducer.make_room()
+        if isinstance(grad_y, DTensor):
+            grad_y = grad_y.redistribute(weight.tp.mesh, [ctx.grad_placement])._local_tensor
+        if outside is not None:
+            grad_y = grad_y.masked_fill(outside.unsqueeze(-1), 0)
+        rows = weight.tp_local_shape[0]
+        grad = torch.ops.aten.embedding_dense_backward(grad_y, local_ids, rows, ctx.padding_idx, ctx.scale_by_freq)
+        return None, _reduce_weight_grad(weight, ctx.param, grad, edge), None, None, None, None
+
+
+def embedding(module: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
+    """``module(ids)`` for an embedding whose table is sharded."""
+    weight = weight_of(module, "weight")
+    if isinstance(ids, DTensor) and not isinstance(ids.placements[0], Replicate):
+        raise RuntimeError(
+            f"{weight.fqn}: ids with placement {ids.placements[0]} on mesh axes {ids.device_mesh.mesh_dim_names}; "
+            "a tensor-parallel embedding needs them replicated"
+        )
+    padding_idx = -1 if module.padding_idx is None else module.padding_idx
+    function = _Embedding if weight.tp is None else _TPEmbedding
+    return function.apply(
+        ids, weight.param, weight, padding_idx, module.scale_grad_by_freq, weight.runtime.forward_kind()
+    )

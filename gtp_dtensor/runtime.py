@@ -1,0 +1,362 @@
+"""What one model does with its sharded weights: schedule, leases, drain, statistics.
+
+A runtime belongs to one root model on one gtp axis. It is reached from the modules it serves and from nowhere else, so
+that several models and meshes live in one process without seeing each other, and a deleted model frees everything.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .config import GTPConfig
+from .modes import in_backward, plain_ops
+from .reduce import Reducer
+from .schedule import IN_BACKWARD, Kind, Schedule
+from .small import SmallParam
+from .transport import CollectiveTransport
+from .weight import Lease, ShardedWeight
+
+
+@dataclass
+class RuntimeCounters:
+    """What cannot be told weight by weight."""
+
+    num_mispredictions: int = 0
+    num_small_reductions: int = 0
+    num_refreshes: int = 0
+    live_lease_bytes: int = 0
+    peak_lease_bytes: int = 0
+
+
+class Domain:
+    """What all models on one gtp axis of one mesh share: communicators, side streams, and the backward in progress."""
+
+    def __init__(self, gtp_mesh: DeviceMesh, device: torch.device) -> None:
+        self.transport = CollectiveTransport(gtp_mesh.get_group(), device)
+        self.device = device
+        # (graph task, runtime) of the newest backward: runtimes that meet in one backward serve one model
+        self.newest_backward: tuple[int, weakref.ref[Runtime]] | None = None
+
+    def __deepcopy__(self, memo: dict) -> Domain:
+        return self
+
+
+class _DomainTable(dict):
+    """Domains by the ranks of their axis, kept on the root mesh: a mesh that is pickled or copied leaves them behind."""
+
+    def __reduce__(self) -> tuple:
+        return (_DomainTable, ())
+
+    def __deepcopy__(self, memo: dict) -> _DomainTable:
+        return self
+
+
+def domain_of(gtp_mesh: DeviceMesh) -> Domain:
+    """The one domain of this mesh axis; creates a communicator on first use (collective over the axis)."""
+    root = gtp_mesh._get_root_mesh()
+    table = root.__dict__.setdefault("_gtp_domains", _DomainTable())
+    key = tuple(gtp_mesh.mesh.tolist())
+    if key not in table:
+        device = torch.device(gtp_mesh.device_type)
+        if device.type != "cpu":
+            device = torch.device(device.type, torch.get_device_module(device.type).current_device())
+        table[key] = Domain(gtp_mesh, device)
+    return table[key]
+
+
+class _BackwardEnd:
+    """Runs when one backward (one autograd graph task) ends. Dies unrun with the graph task if the backward raises."""
+
+    def __init__(self, runtime: Runtime, task: int) -> None:
+        self.runtime = runtime
+        self.task = task
+
+    def __call__(self) -> None:
+        self.runtime.end_backward(self.task)
+
+
+class Runtime:
+    """The state of one root model on one gtp axis."""
+
+    def __init__(self, domain: Domain, config: GTPConfig) -> None:
+        self.domain = domain
+        self.config = config
+        self.transport = domain.transport
+        self.schedule = Schedule()
+        self.reducer = Reducer(self)
+        self.counters = RuntimeCounters()
+        # Weights are held by the modules that own them; a freed one leaves a dead reference, so indices are stable.
+        self.weights: list[weakref.ref[ShardedWeight]] = []
+        self.smalls: list[weakref.ref[SmallParam]] = []
+        self._kept_bytes = 0
+        self._keep_limit: int | None = None
+        self._num_roots = 1  # modules that a style was applied to
+        self._passes = 0  # forwards of the root module entered so far
+        self._passes_seen = 0
+        self._backwards: dict[int, weakref.ref[_BackwardEnd]] = {}
+        self._watch_optimizers()
+
+    def __deepcopy__(self, memo: dict) -> Runtime:
+        copied = Runtime(self.domain, self.config)
+        memo[id(self)] = copied
+        return copied
+
+    # ---- membership
+
+    def live_weights(self) -> Iterable[ShardedWeight]:
+        return (weight for weight in (ref() for ref in self.weights) if weight is not None)
+
+    def live_smalls(self) -> Iterable[SmallParam]:
+        return (small for small in (ref() for ref in self.smalls) if small is not None)
+
+    def adopt(self, member: ShardedWeight | SmallParam) -> None:
+        """Make ``member`` ours, with the next index of its kind."""
+        table = self.weights if isinstance(member, ShardedWeight) else self.smalls
+        member.runtime = self
+        member.index = len(table)
+        table.append(weakref.ref(member))
+        self._keep_limit = None
+
+    def absorb(self, other: Runtime) -> None:
+        """Take over everything of ``other``, which serves the same model. Both schedules start afresh."""
+        for weight in other.live_weights():
+            for lease in (weight.next_lease, weight.kept_lease):
+                if lease is not None:
+                    other.drop(lease)
+        for member in (*other.live_weights(), *other.live_smalls()):
+            self.adopt(member)
+        self.reducer.pending.extend(other.reducer.pending)
+        self.reducer.small.update(other.reducer.small)
+        other.reducer = Reducer(other)
+        self.schedule = Schedule()
+        self._num_roots += other._num_roots
+        for name in vars(self.counters):
+            setattr(self.counters, name, getattr(self.counters, name) + getattr(other.counters, name))
+        other.counters = RuntimeCounters()
+        other.weights, other.smalls = [], []
+
+    # ---- passes and backwards
+
+    def begin_pass(self) -> None:
+        """The root module's forward is entered from outside a backward: prefetching never crosses this line.
+
+        Where styles were applied to several modules of one model, none of their forwards is the model's.
+        """
+        if self._num_roots == 1 and not in_backward():
+            self._passes += 1
+
+    def forward_kind(self) -> Kind:
+        """The kind of a forward use that happens now."""
+        if in_backward():
+            return Kind.RECOMPUTE
+        return Kind.FORWARD if torch.is_grad_enabled() else Kind.INFERENCE
+
+    def enter(self) -> None:
+        """To be called before anything else at each use and each gradient: notices backwards that begin or died."""
+        task = torch._C._current_graph_task_id()
+        if task in self._backwards and self._backwards[task]() is not None:
+            return
+        dead = [known for known, end in self._backwards.items() if end() is None]
+        for known in dead:
+            del self._backwards[known]
+        if dead and not self._backwards:
+            self._void()
+        if task == -1:
+            return
+        self._meet(task)
+        end = _BackwardEnd(self, task)
+        self._backwards[task] = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _meet(self, task: int) -> None:
+        newest = self.domain.newest_backward
+        if newest is not None and newest[0] == task:
+            other = newest[1]()
+            if other is not None and other is not self and other.config == self.config:
+                self.absorb(other)
+        self.domain.newest_backward = (task, weakref.ref(self))
+
+    def end_backward(self, task: int) -> None:
+        """A backward ended. Where it was a part of another (reentrant checkpointing), the other one drains."""
+        self._backwards.pop(task, None)
+        if any(end() is not None for end in self._backwards.values()):
+            return
+        self.finalize()
+        self._backwards.clear()
+
+    def finalize(self) -> None:
+        """Accumulate all pending reductions, free what was gathered and not used in a backward."""
+        if not in_backward():
+            self.enter()  # drops the reductions of a backward that raised
+        self.reducer.drain()
+        self.free_unused_leases()
+
+    def _void(self) -> None:
+        self.reducer.void()
+        self.free_unused_leases()
+
+    # ---- uses
+
+    def acquire(self, weight: ShardedWeight, kind: Kind, may_keep: bool = True) -> Lease:
+        """The lease that a use reads, ready; also issues the gathers that the schedule predicts next.
+
+        ``may_keep``: a recompute's lease may stay for the weight's backward use.
+        """
+        self.enter()
+        starts_pass = self._passes != self._passes_seen
+        self._passes_seen = self._passes
+        if not self.schedule.record(weight.index, kind, starts_pass):
+            self.counters.num_mispredictions += 1
+            self._free_mispredicted(weight)
+        weight.notice_writes()
+        lease = self._take(weight, kind)
+        if lease is None:
+            if self.config.check_param_states:
+                weight.check_copy()
+            lease = self._gather(weight, kind, prefetched=False)
+            weight.counters.num_on_demand_gathers += 1
+        elif lease.prefetched:
+            weight.counters.num_prefetch_hits += 1
+        lease.wait()
+        if kind is Kind.RECOMPUTE and may_keep and self._has_room_to_keep(weight):
+            self._keep(weight, lease)
+        if self.config.weight_prefetch:
+            self._prefetch(kind)
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """The use has enqueued its reads of ``lease``."""
+        if lease.weight.kept_lease is not lease:
+            lease.end()
+
+    def _take(self, weight: ShardedWeight, kind: Kind) -> Lease | None:
+        lease = None
+        if kind is Kind.BACKWARD and weight.kept_lease is not None:
+            lease, weight.kept_lease = weight.kept_lease, None
+            self._kept_bytes -= lease.num_bytes
+            lease.prefetched = False
+        elif weight.next_lease is not None:
+            lease, weight.next_lease = weight.next_lease, None
+        if lease is not None and lease.generation != weight.generation:
+            lease.end()
+            return None
+        return lease
+
+    def _gather(self, weight: ShardedWeight, kind: Kind, prefetched: bool) -> Lease:
+        if weight.needs_refresh:
+            self.refresh_copies()
+        counters = weight.counters
+        if kind is Kind.BACKWARD:
+            counters.num_backward_gathers += 1
+        elif kind is Kind.RECOMPUTE:
+            counters.num_recompute_gathers += 1
+        else:
+            counters.num_forward_gathers += 1
+        return weight.gather(prefetched)
+
+    def refresh_copies(self) -> None:
+        """Rewrite every compute shard that is out of date, all in one foreach copy."""
+        with plain_ops():
+            pairs = [weight.refresh_pair() for weight in self.live_weights() if weight.needs_refresh]
+            if pairs:
+                torch._foreach_copy_([dst for dst, _ in pairs], [src for _, src in pairs])
+                self.counters.num_refreshes += len(pairs)
+
+    # ---- looking ahead
+
+    def _prefetch(self, current: Kind) -> None:
+        for ahead in range(self.config.look_ahead):
+            use = self.schedule.peek(ahead)
+            if use is None or use.starts_pass:
+                return
+            if current in IN_BACKWARD and use.kind not in IN_BACKWARD:
+                return  # beyond the end of this backward lies the user's code, perhaps an optimizer step
+            weight = self.weights[use.weight]()
+            if weight is None:
+                return
+            if weight.next_lease is None and not (use.kind is Kind.BACKWARD and weight.kept_lease is not None):
+                weight.notice_writes()
+                weight.next_lease = self._gather(weight, use.kind, prefetched=True)
+
+    def _free_mispredicted(self, used: ShardedWeight) -> None:
+        """After a misprediction: let go of gathers that neither this use nor the new prediction wants soon."""
+        coming = (self.schedule.peek(ahead) for ahead in range(self.config.look_ahead))
+        wanted = {used.index, *(use.weight for use in coming if use is not None)}
+        for weight in self.live_weights():
+            if weight.next_lease is not None and weight.index not in wanted:
+                self.drop(weight.next_lease)
+
+    def _has_room_to_keep(self, weight: ShardedWeight) -> bool:
+        if weight.kept_lease is not None:
+            return False
+        if self._keep_limit is None:
+            limit = self.config.recompute_keep_bytes
+            if limit is None:
+                limit = 8 * max((w.gathered_bytes for w in self.live_weights()), default=0)
+            self._keep_limit = limit
+        return self._kept_bytes + weight.gathered_bytes <= self._keep_limit
+
+    def _keep(self, weight: ShardedWeight, lease: Lease) -> None:
+        weight.kept_lease = lease
+        self._kept_bytes += lease.num_bytes
+
+    # ---- leases
+
+    def drop(self, lease: Lease) -> None:
+        """End a lease that waits for a use."""
+        weight = lease.weight
+        if weight.next_lease is lease:
+            weight.next_lease = None
+        if weight.kept_lease is lease:
+            weight.kept_lease = None
+            self._kept_bytes -= lease.num_bytes
+        lease.end()
+
+    def free_unused_leases(self) -> None:
+        for weight in self.live_weights():
+            for lease in (weight.next_lease, weight.kept_lease):
+                if lease is not None:
+                    self.drop(lease)
+
+    def account_lease(self, num_bytes: int) -> None:
+        counters = self.counters
+        counters.live_lease_bytes += num_bytes
+        counters.peak_lease_bytes = max(counters.peak_lease_bytes, counters.live_lease_bytes)
+
+    # ---- optimizers
+
+    def _watch_optimizers(self) -> None:
+        """Optimizer steps are the signal that shards change. torch keeps these hooks; they hold us weakly."""
+        this = weakref.ref(self)
+
+        def before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+            runtime = this()
+            if runtime is not None and runtime.reducer.num_pending and not in_backward():
+                runtime.finalize()
+
+        def after(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+            runtime = this()
+            if runtime is not None:
+                runtime._note_step(optimizer)
+
+        for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+            weakref.finalize(self, handle.remove)
+
+    def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        by_id = {id(weight.param): weight for weight in self.live_weights()}
+        stepped = False
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                weight = by_id.get(id(param))
+                if weight is not None:
+                    weight.mark_changed()
+                    stepped = True
+        if stepped:
+            self.schedule.mark_step()

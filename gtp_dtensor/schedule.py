@@ -1,0 +1,117 @@
+"""The recorded schedule of weight uses, and the prediction of what comes next.
+
+A *use* is one consumption of a weight: (weight, kind). All uses go into one history. A pointer follows the history one
+period behind the present: as long as the program repeats itself (microbatches, pipeline interleavings, tied or
+repeated weights, recomputed blocks alike), the entry after the pointer is the next use. When a use differs from
+the prediction, the pointer moves to the earlier occurrence of that use whose preceding uses agree best. So no step
+boundary has to be declared, and a wrong guess costs time, never correctness.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum
+from typing import NamedTuple
+
+
+class Kind(Enum):
+    """What a weight is used for. Numbers are stable: they enter the history."""
+
+    FORWARD = 0  # a forward that records a graph
+    INFERENCE = 1  # a forward that records none (no_grad; also the first pass of reentrant checkpointing)
+    RECOMPUTE = 2  # a forward re-run inside a backward by activation checkpointing
+    BACKWARD = 3  # the gradient of a weight's input
+
+
+IN_BACKWARD = (Kind.RECOMPUTE, Kind.BACKWARD)
+
+
+class Use(NamedTuple):
+    """One entry of the history."""
+
+    weight: int  # index of the weight in its runtime
+    kind: Kind
+    starts_pass: bool  # whether the root module's forward was entered since the previous use
+
+
+class Schedule:
+    """History and predictor of one runtime.
+
+    Args:
+        capacity: how many uses are remembered at least. A step with more uses than this is not predicted.
+    """
+
+    CONTEXT = 32  # how many preceding uses are compared when the pointer is moved
+    CANDIDATES = 16  # how many earlier occurrences of a use are considered
+
+    def __init__(self, capacity: int = 65536) -> None:
+        self._capacity = capacity
+        self._history: list[Use] = []
+        self._pointer: int | None = None  # the entry that the newest use repeats
+        self._positions: dict[tuple[int, Kind], deque[int]] = {}
+        self._steps: deque[int] = deque(maxlen=2)  # history lengths at the last two optimizer steps
+
+    def record(self, weight: int, kind: Kind, starts_pass: bool) -> bool:
+        """Append a use. Returns False where a prediction existed and was another one."""
+        use = Use(weight, kind, starts_pass)
+        predicted = self.peek(0)
+        if predicted is not None and predicted[:2] == use[:2]:
+            self._pointer += 1
+            hit = True
+        else:
+            hit = predicted is None
+            self._pointer = self._best_match(use)
+        self._positions.setdefault(use[:2], deque(maxlen=self.CANDIDATES)).append(len(self._history))
+        self._history.append(use)
+        if len(self._history) >= 2 * self._capacity:
+            self._forget_oldest()
+        return hit
+
+    def peek(self, ahead: int) -> Use | None:
+        """The predicted use that follows ``ahead`` others, or None."""
+        if self._pointer is None or self._pointer + 1 + ahead >= len(self._history):
+            return None
+        return self._history[self._pointer + 1 + ahead]
+
+    def mark_step(self) -> None:
+        """An optimizer step happened here (only :meth:`period` makes use of it)."""
+        if not self._steps or self._steps[-1] != len(self._history):
+            self._steps.append(len(self._history))
+
+    def period(self) -> list[Use]:
+        """The uses of the last whole period: between the last two optimizer steps, else what the pointer lags."""
+        if len(self._steps) == 2:
+            return self._history[self._steps[0] : self._steps[1]]
+        if self._pointer is None:
+            return list(self._history)
+        last = self._history[self._pointer + 1 :]
+        for i in range(len(last)):  # turned so that it begins with a forward that follows a backward
+            if last[i].kind not in IN_BACKWARD and last[i - 1].kind in IN_BACKWARD:
+                return last[i:] + last[:i]
+        return last
+
+    def _best_match(self, use: Use) -> int | None:
+        best, best_score = None, -1
+        for position in reversed(self._positions.get(use[:2], ())):
+            score = 0
+            while (
+                score < self.CONTEXT
+                and score < position
+                and self._history[position - 1 - score] == self._history[len(self._history) - 1 - score]
+            ):
+                score += 1
+            if score > best_score:
+                best, best_score = position, score
+        return best
+
+    def _forget_oldest(self) -> None:
+        cut = len(self._history) - self._capacity
+        del self._history[:cut]
+        self._pointer = None if self._pointer is None or self._pointer < cut else self._pointer - cut
+        self._steps = deque((s - cut for s in self._steps if s >= cut), maxlen=2)
+        positions = {}
+        for key, old in self._positions.items():
+            kept = deque((p - cut for p in old if p >= cut), maxlen=self.CANDIDATES)
+            if kept:
+                positions[key] = kept
+        self._positions = positions

@@ -1,0 +1,72 @@
+"""A parameter that stays whole on every rank of the gtp axis: norms, biases, routers, excluded weights.
+
+It is a DTensor on the storage mesh like the sharded ones, ``Replicate()`` over gtp, so that optimizers and clipping
+meet one mesh; only inside its module's forward is it seen as the plain (or tp) tensor that the module expects.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from .layout import TPLayout
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+
+class SmallParam:
+    """One such parameter. Tied ones share this object; compared and hashed by identity."""
+
+    def __init__(self, runtime: Runtime, index: int, fqn: str, param: nn.Parameter, tp: TPLayout | None) -> None:
+        self.runtime = runtime
+        self.index = index
+        self.fqn = fqn
+        self.param = param
+        self.spec: DTensorSpec = param._spec
+        self.tp = tp
+        self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        dtype = self.param.dtype
+        return self.runtime.config.param_dtype or dtype if dtype.is_floating_point else dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return self.runtime.config.reduce_dtype or self.param.dtype
+
+    def add_owner(self, module: nn.Module, name: str) -> None:
+        self.owners.append((weakref.ref(module), name))
+
+    def check_param(self, param: torch.Tensor) -> None:
+        """Raise where a replaced parameter does not have the same layout."""
+        if not isinstance(param, DTensor) or param._spec.placements != self.spec.placements or (
+            param._spec.mesh != self.spec.mesh or param.shape != self.spec.shape
+        ):
+            raise RuntimeError(
+                f"{self.fqn}: the parameter was replaced by a {type(param).__name__} of shape {tuple(param.shape)}; GTP "
+                f"needs a DTensor with placements {self.spec.placements} on mesh axes {self.spec.mesh.mesh_dim_names} "
+                f"and shape {tuple(self.spec.shape)}"
+            )
+
+    def replace_param(self, param: nn.Parameter) -> None:
+        """Use ``param`` from now on (its layout was checked)."""
+        self.param = param
+
+    def read(self) -> torch.Tensor:
+        """What the module computes with: a new tensor object over the parameter's memory, in compute dtype."""
+        local = self.param._local_tensor.detach()
+        local = local.to(self.compute_dtype)
+        return local if self.tp is None else self.tp.wrap(local)
+
+    def local_grad(self, grad: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """(this rank's part of ``grad``, whether a sum over tp is still owed)."""
+        if self.tp is not None:
+            return self.tp.unwrap_grad(grad)
+        return (grad.to_local() if isinstance(grad, DTensor) else grad), False

@@ -1,0 +1,330 @@
+"""``GTPStyle``: the walk over modules that decides which weights are sharded and which stay whole."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from .config import GTPConfig
+from .layout import RowCut, TPLayout, check_gtp_mesh, gtp_axis_name, storage_mesh, tp_layout
+from .members import STATE, ModuleState
+from .modules import has_explicit_forward, sharded_class
+from .runtime import Runtime, domain_of
+from .small import SmallParam
+from .weight import ShardedWeight
+
+logger = logging.getLogger(__name__)
+
+# Wrappers that insert a segment of their own into parameter names.
+_WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+# Left on a replaced parameter, so that a style on another module that still holds it keeps the tie.
+_SUCCESSOR = "_gtp_successor"
+ModuleFilter = Callable[[str, nn.Module], bool] | Sequence[str]
+
+
+class GTPStyle(ParallelStyle):
+    """Generalized tensor parallelism as a ``ParallelStyle``: ZeRO-3 on a model-parallel axis, one weight at a time.
+
+    ``parallelize_module(model, mesh["gtp"], GTPStyle())`` replaces, in place, every parameter below ``model``:
+
+    * a large weight (2-D or more, ``min_numel`` elements or more) by a DTensor whose rows are cut over the axis,
+      ``Shard(0)``; it is gathered for each use and its gradient is reduce-scattered;
+    * every other parameter by a DTensor that is whole on each rank, ``Replicate()``, with its gradient reduced.
+
+    After a tensor-parallel plan the parameters lie on a private mesh with the axes (tp, gtp): rows of a column-parallel
+    weight are cut by tp first. Apply TP before, ``GTPStyle`` after it; ``to_empty`` and initialisation may follow (see
+    :func:`~gtp_dtensor.logical_init`). The ranks of the axis read different data, like data-parallel ranks.
+    Parameters on a real device are first made equal to those of the axis' rank ``src_data_rank`` (an argument of
+    ``parallelize_module``, 0 by default, None: trust the ranks to be equal).
+
+    Args:
+        config: settings; ``GTPConfig()`` where None.
+        modules: which modules' weights are sharded: a predicate ``(fqn, module) -> bool`` or FQN patterns of modules
+            (``fnmatch``). None: all. Weights of other modules stay whole.
+        exclude: FQN patterns of weights that stay whole.
+        min_numel: weights with fewer elements stay whole.
+        replicate_mesh: not served by this release.
+        optimizer_shard_mesh: not served by this release.
+        is_expert: not served by this release.
+
+    Raises (when applied):
+        ValueError: a mesh that is not 1-D, a pattern that matches nothing, a parameter that is sharded already or lies on
+            a conflicting mesh, a module whose computation cannot be served. Nothing has been changed then.
+    """
+
+    def __init__(
+        self,
+        config: GTPConfig | None = None,
+        *,
+        modules: ModuleFilter | None = None,
+        exclude: Sequence[str] = (),
+        min_numel: int = 1024,
+        replicate_mesh: DeviceMesh | None = None,
+        optimizer_shard_mesh: DeviceMesh | None = None,
+        is_expert: bool = False,
+    ) -> None:
+        super().__init__()
+        if config is not None and not isinstance(config, GTPConfig):
+            raise TypeError(f"GTPStyle(config=...) must be a GTPConfig, got {type(config).__name__}")
+        if isinstance(modules, str) or isinstance(exclude, str):
+            raise TypeError("GTPStyle(modules=..., exclude=...) take a list of patterns, not one string")
+        if min_numel < 0:
+            raise ValueError(f"GTPStyle(min_numel={min_numel}): must not be negative")
+        for name, value in (
+            ("replicate_mesh", replicate_mesh),
+            ("optimizer_shard_mesh", optimizer_shard_mesh),
+            ("is_expert", is_expert),
+        ):
+            if value:
+                raise NotImplementedError(f"GTPStyle({name}=...) is not served by this release")
+        self.config = config or GTPConfig()
+        self.modules = modules
+        self.exclude = tuple(exclude)
+        self.min_numel = min_numel
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Called by ``parallelize_module``."""
+        check_gtp_mesh(device_mesh)
+        plan = _Plan(self, module, device_mesh)
+        if device_mesh.size() == 1:
+            return module  # off is off: parameters, random numbers and results stay bit-identical
+        plan.check()
+        _Application(self, plan, device_mesh).run()
+        return module
+
+    def __repr__(self) -> str:
+        return f"GTPStyle({self.config})"
+
+
+def clean_fqn(name: str) -> str:
+    """A parameter's name without the segments that checkpoint and compile wrappers insert."""
+    for segment in _WRAPPER_SEGMENTS:
+        name = name.replace(segment, "")
+    return name
+
+
+class _Plan:
+    """Which parameters of a module tree are sharded, decided and checked before anything is changed."""
+
+    def __init__(self, style: GTPStyle, root: nn.Module, mesh: DeviceMesh) -> None:
+        self.root = root
+        self.mesh = mesh
+        self.axis = f"mesh axis '{gtp_axis_name(mesh)}' of size {mesh.size()}"
+        # (module, its name, parameter name, FQN, parameter), tied parameters once for each owner
+        self.entries: list[tuple[nn.Module, str, str, str, nn.Parameter]] = []
+        for module_name, module in root.named_modules():
+            for name, param in module._parameters.items():
+                if param is not None:
+                    fqn = clean_fqn(f"{module_name}.{name}" if module_name else name)
+                    self.entries.append((module, clean_fqn(module_name), name, fqn, param))
+        self.borrows = dict(_borrowed_children(root))
+        self.sharded = self._choose(style)
+        self.tp: dict[int, TPLayout | None] = {}
+
+    def _choose(self, style: GTPStyle) -> set[int]:
+        """ids of the parameters that are sharded. A tied parameter is, where any of its owners says so."""
+        for option, patterns, names in (
+            ("modules", () if callable(style.modules) else style.modules or (), {e[1] for e in self.entries}),
+            ("exclude", style.exclude, {e[3] for e in self.entries}),
+        ):
+            for pattern in patterns:
+                if not fnmatch.filter(names, pattern):
+                    raise ValueError(
+                        f"GTPStyle({option}=...): pattern '{pattern}' matches nothing; names here are such as "
+                        f"{', '.join(sorted(names)[:5])}"
+                    )
+        sharded = set()
+        for module, module_name, _, fqn, param in self.entries:
+            if param.dim() < 2 or param.numel() < max(style.min_numel, 1) or not param.is_floating_point():
+                continue
+            if any(fnmatch.fnmatchcase(fqn, pattern) for pattern in style.exclude):
+                continue
+            if callable(style.modules):
+                chosen = style.modules(module_name, module)
+            else:
+                chosen = style.modules is None or any(fnmatch.fnmatchcase(module_name, p) for p in style.modules)
+            if chosen:
+                sharded.add(id(param))
+        return sharded
+
+    def check(self) -> None:
+        """Everything that can be refused is refused here."""
+        if not self.entries:
+            raise ValueError(f"GTPStyle: {type(self.root).__name__} has no parameters to put on {self.axis}")
+        for module, _, name, fqn, param in self.entries:
+            what = f"{fqn} of shape {tuple(param.shape)}"
+            if STATE in module.__dict__:
+                raise ValueError(
+                    f"{what} was given to a GTPStyle before: apply one style to the root (its options modules= and "
+                    "exclude= choose weights), or one to each of several modules that do not contain each other"
+                )
+            if "forward" in module.__dict__:
+                raise ValueError(
+                    f"{what} on {self.axis}: its module's forward was replaced on the instance, which would bypass the "
+                    "gather; define forward on the class, or replace it after GTPStyle"
+                )
+            if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+                raise ValueError(
+                    f"{what} has gradient hooks, and {self.axis} replaces the parameter: register them afterwards"
+                )
+            if param.grad is not None:
+                raise ValueError(f"{what} has a gradient: call zero_grad(set_to_none=True) before GTPStyle")
+            self.tp[id(param)] = tp_layout(param, self.mesh, fqn)
+            local = param._local_tensor if isinstance(param, DTensor) else param
+            if type(local) not in (torch.Tensor, nn.Parameter):
+                raise ValueError(
+                    f"{what} on {self.axis} is a {type(local).__name__}: weights of such types are not served yet; "
+                    f"name it in exclude= to keep it whole" if id(param) in self.sharded else
+                    f"{what} is a {type(local).__name__}, which is not served yet"
+                )
+            if id(param) in self.sharded:
+                self._check_sharded(module, what, local)
+        meshes = {layout.mesh for layout in self.tp.values() if layout is not None}
+        if len(meshes) > 1:
+            raise ValueError(
+                f"GTPStyle: parameters lie on {len(meshes)} different tensor-parallel meshes "
+                f"({', '.join(str(m.mesh_dim_names) for m in meshes)}); apply one style to the modules of each"
+            )
+
+    def _check_sharded(self, module: nn.Module, what: str, local: torch.Tensor) -> None:
+        if isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None):
+            option = "sparse=True" if module.sparse else "max_norm"
+            raise ValueError(f"{what} on {self.axis}: nn.Embedding({option}) cannot be sharded; name it in exclude=")
+        if isinstance(module, nn.EmbeddingBag) and (module.sparse or module.max_norm is not None):
+            raise ValueError(f"{what} on {self.axis}: EmbeddingBag with sparse or max_norm cannot be sharded")
+        if not local.is_contiguous():
+            raise ValueError(
+                f"{what} on {self.axis} has strides {local.stride()}: make it contiguous before GTPStyle, or name it in "
+                "exclude="
+            )
+
+
+def _borrowed_children(root: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Modules that read the parameters of children without calling them, with the names of those children."""
+    for module in root.modules():
+        names = [
+            name for name, child in module.named_children() if isinstance(child, (nn.ParameterList, nn.ParameterDict))
+        ]
+        if isinstance(module, nn.MultiheadAttention):
+            names.append("out_proj")
+        if names:
+            yield module, names
+
+
+class _Application:
+    """Carries out a checked plan."""
+
+    def __init__(self, style: GTPStyle, plan: _Plan, mesh: DeviceMesh) -> None:
+        self.style = style
+        self.plan = plan
+        self.mesh = mesh
+        self.domain = domain_of(mesh)
+        self.runtime = Runtime(self.domain, style.config)
+        tp_mesh = next((layout.mesh for layout in plan.tp.values() if layout is not None), None)
+        self.storage = storage_mesh(mesh, self.domain.transport.gather_group, tp_mesh)
+        self.members: dict[int, ShardedWeight | SmallParam] = {}
+
+    def run(self) -> None:
+        for module, _, name, fqn, param in self.plan.entries:
+            member = self.members.get(id(param)) or self._converted_elsewhere(param)
+            if member is None:
+                member = self._convert(fqn, param)
+                self.runtime.adopt(member)
+                setattr(param, _SUCCESSOR, weakref.ref(member))
+            self.members[id(param)] = member
+            module._parameters[name] = member.param
+            member.add_owner(module, name)
+            state = self._state(module)
+            (state.weights if isinstance(member, ShardedWeight) else state.smalls)[name] = member
+        for module, children in self.plan.borrows.items():
+            children = [name for name in children if STATE in module.get_submodule(name).__dict__]
+            if children:
+                self._state(module).borrows = children
+        for module in self.plan.root.modules():
+            if STATE in module.__dict__:
+                self._change_class(module)
+        self.plan.root.register_forward_pre_hook(_begin_pass)
+        self._report()
+
+    def _converted_elsewhere(self, param: nn.Parameter) -> ShardedWeight | SmallParam | None:
+        """What an earlier style, on another module, made of a parameter that is tied to this one."""
+        member = getattr(param, _SUCCESSOR, lambda: None)()
+        if member is not None and member.runtime is not self.runtime:
+            if member.runtime.domain is not self.domain or member.runtime.config != self.runtime.config:
+                raise ValueError(
+                    f"{member.fqn} is tied to a parameter that another GTPStyle put on another mesh axis or under another "
+                    "config: apply one style to a module that contains both"
+                )
+            self.runtime.absorb(member.runtime)
+        return member
+
+    def _state(self, module: nn.Module) -> ModuleState:
+        return module.__dict__.setdefault(STATE, ModuleState(module))
+
+    def _change_class(self, module: nn.Module) -> None:
+        state = module.__dict__[STATE]
+        explicit = has_explicit_forward(module) and "weight" in state.weights and not state.borrows
+        module.__class__ = sharded_class(type(module), explicit)
+
+    def _convert(self, fqn: str, param: nn.Parameter) -> ShardedWeight | SmallParam:
+        tp = self.plan.tp[id(param)]
+        tp_local = self._source_values(param._local_tensor if tp is not None else param.detach())
+        config, transport = self.style.config, self.domain.transport
+        if id(param) not in self.plan.sharded:
+            stored = self._parameter(param, tp_local, tp, Replicate())
+            return SmallParam(self.runtime, 0, fqn, stored, tp)
+        cut = RowCut(tp_local.shape[0], transport.size, config.pad_for_alignment or 1)
+        start, length = cut.rows_of(transport.rank)
+        stored = self._parameter(param, tp_local[start : start + length].clone(), tp, Shard(0))
+        return ShardedWeight(self.runtime, 0, fqn, stored, cut, tp, transport.rank)
+
+    def _source_values(self, tp_local: torch.Tensor) -> torch.Tensor:
+        """The values of the axis' source rank, so that the shards are parts of one logical weight."""
+        source = self.style.src_data_rank
+        if source is None or tp_local.is_meta:
+            return tp_local
+        tp_local = tp_local.detach().clone()
+        dist.broadcast(tp_local, group=self.domain.transport.gather_group, group_src=source)
+        return tp_local
+
+    def _parameter(
+        self, old: nn.Parameter, local: torch.Tensor, tp: TPLayout | None, placement: Shard | Replicate
+    ) -> nn.Parameter:
+        """``local`` as a registered parameter on the storage mesh; attributes that users set on ``old`` survive."""
+        placements = (placement,)
+        if self.storage.ndim == 2:
+            placements = (tp.placement if tp is not None else Replicate(), placement)
+        meta = TensorMeta(old.shape, old.stride(), old.dtype)
+        spec = DTensorSpec(self.storage, placements, tensor_meta=meta)
+        new = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=old.requires_grad)
+        new.__dict__.update({key: value for key, value in old.__dict__.items() if key not in ("_is_param", _SUCCESSOR)})
+        return new
+
+    def _report(self) -> None:
+        """A missing axis must not silently mean "not sharded": say what was done, once, on the axis' first rank."""
+        weights = [m for m in self.members.values() if isinstance(m, ShardedWeight)]
+        numel = sum(w.spec.shape.numel() for w in weights)
+        if dist.get_rank() == 0:
+            logger.info(
+                "GTP: %d weights (%s elements) sharded over %s, %d parameters whole",
+                len(weights), f"{numel:,}", self.plan.axis, len(self.members) - len(weights),
+            )
+
+
+def _begin_pass(module: nn.Module, args: tuple) -> None:
+    """Forward pre-hook of a module that a style was applied to."""
+    for below in module.modules():
+        state: ModuleState | None = below.__dict__.get(STATE)
+        if state is not None:
+            state.runtimes()[0].begin_pass()
+            return

@@ -1,0 +1,269 @@
+"""One sharded weight.
+
+[Note: vocabulary]
+    logical weight   the whole, unpadded weight: what a checkpoint, an init function, a norm and a user see
+    shard            this rank's rows of it: the local tensor of the registered parameter, a DTensor, always
+    compute shard    what is gathered: the shard itself where it has the right dtype and length, else a copy in
+                     ``param_dtype``, zero-padded to the length that all ranks send; rewritten once an optimizer step
+    gathered weight  the TP-local weight that a GEMM reads
+    use              one consumption of a weight (see schedule.py)
+    lease            one gathered weight in memory. A use takes exactly one lease, nobody overwrites a live one, and
+                     its memory returns to the allocator when the lease ends
+    generation       counts the changes of a shard; a lease of an older generation is never handed to a use
+
+[Note: life of a lease]
+    IN_FLIGHT -> READY -> ENDED, where
+    IN_FLIGHT  the collective was issued (on demand, or ahead of its use)
+    READY      the reader's stream is ordered after it: it may be read
+    ENDED      the reading kernels are enqueued (or nobody wants it any more): it must not be read
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from .layout import RowCut, TPLayout
+from .modes import plain_ops
+from .transport import Transfer
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+
+class LeaseState(Enum):
+    IN_FLIGHT = "in flight"
+    READY = "ready"
+    ENDED = "ended"
+
+
+_LEGAL = {
+    (LeaseState.IN_FLIGHT, LeaseState.READY),
+    (LeaseState.IN_FLIGHT, LeaseState.ENDED),  # a prefetch that nobody used
+    (LeaseState.READY, LeaseState.ENDED),
+}
+
+
+@dataclass
+class WeightCounters:
+    """What happened to one weight since the last reset. Summed over weights these make ``GTPStats``."""
+
+    num_forward_gathers: int = 0
+    num_recompute_gathers: int = 0
+    num_backward_gathers: int = 0
+    num_prefetch_hits: int = 0
+    num_on_demand_gathers: int = 0
+    num_reductions: int = 0
+    gather_bytes: int = 0
+    reduce_bytes: int = 0
+
+    def reset(self) -> None:
+        for field in fields(self):
+            setattr(self, field.name, 0)
+
+
+class Lease:
+    """One gathered weight in memory; see [Note: life of a lease]."""
+
+    __slots__ = ("weight", "generation", "prefetched", "num_bytes", "state", "_buffer", "_transfer", "__weakref__")
+
+    def __init__(self, weight: ShardedWeight, buffer: torch.Tensor, transfer: Transfer, prefetched: bool) -> None:
+        self.weight = weight
+        self.generation = weight.generation
+        self.prefetched = prefetched
+        self.num_bytes = buffer.numel() * buffer.element_size()
+        self.state = LeaseState.IN_FLIGHT
+        self._buffer: torch.Tensor | None = buffer
+        self._transfer = transfer
+        weight.runtime.account_lease(self.num_bytes)
+
+    def _to(self, state: LeaseState) -> None:
+        if (self.state, state) not in _LEGAL and self.weight.runtime.config.check_param_states:
+            raise RuntimeError(
+                f"{self.weight.fqn}: illegal transition of a gathered weight from '{self.state.value}' to '{state.value}'"
+            )
+        self.state = state
+
+    def wait(self) -> None:
+        """IN_FLIGHT -> READY."""
+        if self.state is not LeaseState.READY:
+            self._to(LeaseState.READY)
+            self._transfer.wait()
+
+    def read(self) -> torch.Tensor:
+        """The gathered weight in its TP-local shape: a plain tensor, or a DTensor on the tp mesh."""
+        if self.state is not LeaseState.READY:
+            raise RuntimeError(f"{self.weight.fqn}: read of a gathered weight that is '{self.state.value}'")
+        weight = self.weight
+        local = weight.cut.unpack(self._buffer).view(weight.tp_local_shape)
+        return local if weight.tp is None else weight.tp.wrap(local)
+
+    def end(self) -> None:
+        """READY or IN_FLIGHT -> ENDED. The buffer is let go once the computing stream is ordered after the gather."""
+        self._to(LeaseState.ENDED)
+        self._transfer.wait()
+        self._transfer.tensors = ()
+        self._buffer = None
+        self.weight.runtime.account_lease(-self.num_bytes)
+
+    def __del__(self) -> None:
+        # A lease of the general path is held by the graph node that saved the gathered tensor, and ends with it.
+        if self._buffer is not None and self.state is LeaseState.READY:
+            self.end()
+
+
+class ShardedWeight:
+    """A parameter cut over the gtp axis, with its leases, compute shard and counters.
+
+    Several modules may own the same parameter (tied weights): then they share this object. The parameter is looked
+    up again at each use, since ``load_state_dict(assign=True)`` or ``to_empty`` replace it.
+    """
+
+    def __init__(
+        self, runtime: Runtime, index: int, fqn: str, param: nn.Parameter, cut: RowCut, tp: TPLayout | None, rank: int
+    ) -> None:
+        self.runtime = runtime
+        self.index = index
+        self.fqn = fqn
+        self.param = param
+        self.spec: DTensorSpec = param._spec
+        self.cut = cut
+        self.tp = tp
+        self.num_local_rows = cut.rows_of(rank)[1]
+        self.tp_local_shape = torch.Size((cut.num_rows, *param._local_tensor.shape[1:]))
+        self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
+        self.counters = WeightCounters()
+        self.generation = 0
+        self.next_lease: Lease | None = None  # gathered ahead of its use
+        self.kept_lease: Lease | None = None  # gathered for recompute, waiting for its backward use
+        self._versions: tuple[int, int] | None = None
+        self._copy: torch.Tensor | None = None  # the compute shard, where it is not the shard itself
+        self._copy_generation = -1
+
+    # ---- dtypes and sizes
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that is gathered and computed in."""
+        return self.runtime.config.param_dtype or self.param.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return self.runtime.config.reduce_dtype or self.param.dtype
+
+    @property
+    def buffer_shape(self) -> tuple[int, ...]:
+        return (self.cut.buffer_rows, *self.tp_local_shape[1:])
+
+    @property
+    def gathered_bytes(self) -> int:
+        return math.prod(self.buffer_shape) * self.compute_dtype.itemsize
+
+    @property
+    def wire_name(self) -> str:
+        """How it travels, for people."""
+        return {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}.get(
+            self.compute_dtype, str(self.compute_dtype).removeprefix("torch.")
+        )
+
+    # ---- the parameter and its changes
+
+    def add_owner(self, module: nn.Module, name: str) -> None:
+        self.owners.append((weakref.ref(module), name))
+
+    def check_param(self, param: torch.Tensor) -> None:
+        """Raise where a replaced parameter is not a shard of the same layout."""
+        local_shape = (self.num_local_rows, *self.tp_local_shape[1:])
+        if not isinstance(param, DTensor) or param._spec.placements != self.spec.placements or (
+            param._spec.mesh != self.spec.mesh or param.shape != self.spec.shape
+        ) or param._local_tensor.shape != local_shape:
+            found = f"DTensor{tuple(param.placements)}" if isinstance(param, DTensor) else type(param).__name__
+            raise RuntimeError(
+                f"{self.fqn}: the parameter was replaced by a {found} of shape {tuple(param.shape)}; GTP needs a DTensor "
+                f"with placements {self.spec.placements} on mesh axes {self.spec.mesh.mesh_dim_names} and shape "
+                f"{tuple(self.spec.shape)} (load such a one, or copy values into the existing parameter)"
+            )
+
+    def replace_param(self, param: nn.Parameter) -> None:
+        """Use ``param`` from now on (its layout was checked)."""
+        self.param = param
+        self._versions = None
+        self.mark_changed()
+
+    def mark_changed(self) -> None:
+        """The shard was, or may have been, written: leases and the compute shard of before are void."""
+        self.generation += 1
+        for lease in (self.next_lease, self.kept_lease):
+            if lease is not None:
+                self.runtime.drop(lease)
+
+    def notice_writes(self) -> None:
+        """Compare version counters. Signals (optimizer step, refresh) call :meth:`mark_changed` themselves, because
+        foreach and fused kernels leave the counters of a DTensor and of its local tensor unchanged."""
+        param = self.param
+        if param.is_inference():  # such tensors count no versions: treat as written at each use
+            versions = None
+        else:
+            versions = (param._version, param._local_tensor._version)
+        if versions is None or versions != self._versions:
+            if self._versions is not None or versions is None:
+                self.mark_changed()
+            self._versions = versions
+
+    # ---- the compute shard
+
+    @property
+    def is_shard_sent_as_is(self) -> bool:
+        local = self.param._local_tensor
+        return local.dtype == self.compute_dtype and local.shape[0] == self.cut.padded and local.is_contiguous()
+
+    @property
+    def needs_refresh(self) -> bool:
+        return self._copy_generation != self.generation and not self.is_shard_sent_as_is
+
+    def refresh_pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(destination, source) of the copy that brings the compute shard up to date; the caller copies."""
+        local = self.param._local_tensor
+        if self._copy is None or self._copy.device != local.device or self._copy.dtype != self.compute_dtype:
+            shape = (self.cut.padded, *self.tp_local_shape[1:])
+            self._copy = torch.zeros(shape, dtype=self.compute_dtype, device=local.device)
+        self._copy_generation = self.generation
+        return self._copy[: self.num_local_rows], local.detach()
+
+    def compute_shard(self) -> torch.Tensor:
+        """What this rank sends, (cut.padded, ...) in compute dtype. It must be fresh."""
+        if self.is_shard_sent_as_is:
+            return self.param._local_tensor
+        assert self._copy is not None and self._copy_generation == self.generation, self.fqn
+        return self._copy
+
+    def check_copy(self) -> None:
+        """Debug check (``check_param_states``): the compute shard still holds the parameter's values."""
+        if self._copy is None or self.is_shard_sent_as_is or self._copy_generation != self.generation:
+            return
+        local = self.param._local_tensor
+        if not torch.equal(self._copy[: self.num_local_rows], local.to(self._copy.dtype)):
+            raise RuntimeError(
+                f"{self.fqn}: illegal transition of the compute shard from 'stale' to 'gathered': the parameter was "
+                "written without a signal; call gtp_dtensor.refresh(model) after writing into parameters by hand"
+            )
+
+    # ---- leases
+
+    def gather(self, prefetched: bool) -> Lease:
+        """Issue a gather of the (fresh) compute shard."""
+        with plain_ops():
+            shard = self.compute_shard()
+            buffer = torch.empty(self.buffer_shape, dtype=shard.dtype, device=shard.device)
+            transfer = self.runtime.transport.all_gather(buffer, shard.detach())
+        lease = Lease(self, buffer, transfer, prefetched)
+        self.counters.gather_bytes += lease.num_bytes
+        return lease
