@@ -34,8 +34,11 @@ def _partial_norm(grads: list[torch.Tensor], norm_type: float, device: torch.dev
         return torch.zeros((), dtype=torch.float64, device=device)
     if math.isinf(norm_type):
         return torch.stack([g.abs().max() for g in grads]).max().double()
-    norms = torch._foreach_norm(grads, norm_type, dtype=torch.float32)
-    return torch.stack(norms).double().pow(norm_type).sum()
+    norms = []
+    for dtype in dict.fromkeys(g.dtype for g in grads):  # foreach wants one dtype; norms are in float32 at least
+        same = [g for g in grads if g.dtype == dtype]
+        norms += torch._foreach_norm(same, norm_type, dtype=torch.promote_types(dtype, torch.float32))
+    return torch.stack([norm.double() for norm in norms]).pow(norm_type).sum()
 
 
 @torch.no_grad()
@@ -55,7 +58,7 @@ def clip_grad_norm_(
         error_if_nonfinite: raise where the norm is not finite.
 
     Returns:
-        A 0-dim float32 tensor on the gradients' device.
+        A 0-dim tensor on the gradients' device, float32 (float64 where a gradient is).
 
     Raises:
         ValueError: a gradient is a DTensor with a pending (Partial) sum.
@@ -89,7 +92,8 @@ def clip_grad_norm_(
                 dist.all_reduce(total, op=op, group=mesh.get_group(axis))
     plain = _partial_norm([g for g in grads if not isinstance(g, DTensor)], norm_type, device)
     total = torch.maximum(total, plain) if math.isinf(norm_type) else (total + plain).pow(1.0 / norm_type)
-    total = total.float()
+    if all(g.dtype != torch.float64 for g in grads):
+        total = total.float()
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"clip_grad_norm_: the total norm of order {norm_type} is {total.item()}")
     if max_norm != math.inf:
