@@ -39,6 +39,7 @@ def ranks(*world_sizes: int, timeout: float = 60.0, group_timeout: float = 30.0,
         passed = [name for name in names if name not in INJECTED]
 
         def test(rank_pool, world_size, rank_device, **values):
+            failure = None
             try:
                 rank_pool.run(
                     world_size,
@@ -48,7 +49,9 @@ def ranks(*world_sizes: int, timeout: float = 60.0, group_timeout: float = 30.0,
                     device=rank_device,
                     **values,
                 )
-            except RankFailure as failure:
+            except RankFailure as error:
+                failure = error
+            if failure is not None:  # outside the handler, or pytest shows the report twice
                 pytest.fail(str(failure), pytrace=False)
 
         functools.update_wrapper(test, body)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from tests.harness import worker
 from tests.harness.messages import Clean, Job, Kind, Outcome, Ready, Stop, TearDown
-from tests.harness.report import RankFailure, RankFault, fault_of_exception, fault_of_exit
+from tests.harness.report import RankFailure, RankFault, fault_of_exception, fault_of_exit, tidy_stacks
 
 _PRELOAD = [
     "numpy",
@@ -67,17 +67,18 @@ class _Rank:
             log.seek(self._log_start)
             return log.read()
 
-    def stack(self) -> str:
-        """The Python stacks of the running process, most recent call first; empty if it does not answer."""
-        before = os.path.getsize(self.log_path)
+    def dump_stacks(self) -> str:
+        """The Python stacks of the running process, most recent call first; empty if it does not answer.
+
+        They are not part of :meth:`output` afterwards, so read that first.
+        """
+        self.mark_output()
         try:
             os.kill(self.process.pid, signal.SIGUSR1)
         except ProcessLookupError:
             return ""
         time.sleep(_STACK_DUMP_SECONDS)
-        with open(self.log_path, errors="replace") as log:
-            log.seek(before)
-            return log.read()
+        return tidy_stacks(self.output())
 
     def kill(self) -> None:
         """End the process at once."""
@@ -237,12 +238,13 @@ class RankPool:
                 deadline = min(deadline, time.monotonic() + grace)
         if not pending and not faults:
             return outcomes
+        outputs = {rank.rank: rank.output() for rank in ranks}
         reason = "had to be killed while others failed" if faults else f"still running after {timeout:g} s"
         for rank in pending:
-            faults.append(RankFault(rank.rank, reason, rank.stack(), "", time.monotonic(), 3))
+            faults.append(RankFault(rank.rank, reason, rank.dump_stacks(), "", time.monotonic(), 3))
         if outcomes:
             title += f"; finished without an error: rank(s) {', '.join(map(str, sorted(outcomes)))}"
-        raise RankFailure(title, faults, {rank.rank: rank.output() for rank in ranks})
+        raise RankFailure(title, faults, outputs)
 
     def _tear_down(self, ranks: list[_Rank], key: tuple, title: str) -> None:
         for rank in ranks:
@@ -255,7 +257,7 @@ class RankPool:
                 hung = True
                 if key[0] == "cpu":
                     what = f"did not tear down within {_TEAR_DOWN_TIMEOUT:g} s"
-                    faults.append(RankFault(rank.rank, what, rank.stack(), "", time.monotonic(), 3))
+                    faults.append(RankFault(rank.rank, what, rank.dump_stacks(), "", time.monotonic(), 3))
                 continue
             reply = _received(rank)
             if reply is None:

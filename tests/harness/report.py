@@ -61,6 +61,18 @@ def fault_of_exception(rank: int, text: str, headline: str, at: float, what: str
     return RankFault(rank, what, text, headline, at, order)
 
 
+def tidy_stacks(dump: str) -> str:
+    """Leave of a faulthandler dump what a reader wants: no idle reader thread, no frames below the job's call."""
+    blocks = []
+    for block in dump.split("\n\n"):
+        if "in _read_into" in block:
+            continue
+        lines = block.splitlines()
+        bottom = next((n for n, line in enumerate(lines) if "harness/worker.py" in line), len(lines))
+        blocks.append("\n".join(lines[:bottom]))
+    return "\n".join(blocks)
+
+
 def _render(title: str, faults: list[RankFault], outputs: dict[int, str]) -> str:
     lines = [title]
     shown: dict[str, int] = {}
