@@ -144,7 +144,7 @@ class ShardedWeight:
         self.generation = 0
         self.next_lease: Lease | None = None  # gathered ahead of its use
         self.kept_lease: Lease | None = None  # gathered for recompute, waiting for its backward use
-        self._versions: tuple[int, int] | None = None
+        self._versions = self._read_versions()
         self._copy: torch.Tensor | None = None  # the compute shard, where it is not the shard itself
         self._copy_generation = -1
 
@@ -195,11 +195,11 @@ class ShardedWeight:
     def replace_param(self, param: nn.Parameter) -> None:
         """Use ``param`` from now on (its layout was checked)."""
         self.param = param
-        self._versions = None
         self.mark_changed()
 
     def mark_changed(self) -> None:
         """The shard was, or may have been, written: leases and the compute shard of before are void."""
+        self._versions = self._read_versions()
         self.generation += 1
         for lease in (self.next_lease, self.kept_lease):
             if lease is not None:
@@ -208,15 +208,14 @@ class ShardedWeight:
     def notice_writes(self) -> None:
         """Compare version counters. Signals (optimizer step, refresh) call :meth:`mark_changed` themselves, because
         foreach and fused kernels leave the counters of a DTensor and of its local tensor unchanged."""
-        param = self.param
-        if param.is_inference():  # such tensors count no versions: treat as written at each use
-            versions = None
-        else:
-            versions = (param._version, param._local_tensor._version)
+        versions = self._read_versions()
         if versions is None or versions != self._versions:
-            if self._versions is not None or versions is None:
-                self.mark_changed()
-            self._versions = versions
+            self.mark_changed()
+
+    def _read_versions(self) -> tuple[int, int] | None:
+        """None for inference tensors, which count no versions: those are taken as written at each use."""
+        param = self.param
+        return None if param.is_inference() else (param._version, param._local_tensor._version)
 
     # ---- the compute shard
 
