@@ -1,0 +1,143 @@
+"""torchtitan 0.2.2 on a machine without an accelerator.
+
+torchtitan binds its device type and device module at import time, imports triton unconditionally, and calls
+`torch.cuda` functions that `torch.cpu` lacks. `install()` repairs that for the process, and only where
+`torch.accelerator` finds no device: on a GPU machine it changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import types
+
+import torch
+import torch._utils
+
+_MOE_KERNELS = "torchtitan.models.moe.kernels"
+
+
+class CpuDeviceModule(types.ModuleType):
+    """`torch.cpu` plus the functions of `torch.cuda` that torchtitan calls.
+
+    Memory figures are those of the whole process: `memory_stats` gives its peak resident size in bytes, which the
+    operating system cannot reset between steps.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("titan_integration.cpu.device_module")
+
+    def __getattr__(self, name: str):
+        return getattr(torch.cpu, name)
+
+    def current_device(self) -> int:
+        """The device index, 0. (`torch.cpu` answers "cpu", which `barrier(device_ids=...)` refuses.)"""
+        return 0
+
+    def set_device(self, device: object) -> None:
+        """Does nothing: there is one CPU device."""
+
+    def get_device_name(self, device: object = None) -> str:
+        """A name for logs."""
+        return "CPU"
+
+    def get_device_properties(self, device: object = None) -> types.SimpleNamespace:
+        """`total_memory`: the machine's physical memory in bytes."""
+        total_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return types.SimpleNamespace(name="CPU", total_memory=total_memory)
+
+    def memory_stats(self, device: object = None) -> dict[str, int]:
+        """Peak resident size of this process in bytes, under the names that torchtitan reads."""
+        kib = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS and in KiB on Linux
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kib
+        return {
+            "active_bytes.all.peak": peak,
+            "reserved_bytes.all.peak": peak,
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
+        }
+
+    def reset_peak_memory_stats(self, device: object = None) -> None:
+        """Does nothing: the peak resident size cannot be reset."""
+
+    def empty_cache(self) -> None:
+        """Does nothing: the CPU allocator keeps no cache of its own."""
+
+
+def _moe_kernels_without_triton() -> types.ModuleType:
+    """Stands in for torchtitan's triton kernels, which cannot be imported (or run) without a GPU."""
+
+    def generate_permute_indices(*args: object, **kwargs: object):
+        raise NotImplementedError(
+            "the permutation of tokens for expert parallelism is a triton kernel in torchtitan 0.2.2 and needs a GPU"
+        )
+
+    module = types.ModuleType(_MOE_KERNELS)
+    module.generate_permute_indices = generate_permute_indices
+    return module
+
+
+def install() -> bool:
+    """Prepares torchtitan for the CPU; returns whether it did. Does nothing where an accelerator is available.
+
+    Must run before the first import of torchtitan, which binds the device type.
+
+    Raises:
+        RuntimeError: torchtitan was imported already, for another device.
+    """
+    if torch.accelerator.is_available():
+        return False
+    bound = sys.modules.get("torchtitan.tools.utils")
+    if bound is not None:
+        if bound.device_type == "cpu":
+            return True
+        raise RuntimeError(
+            f"torchtitan was imported before titan_integration.cpu.install() and is bound to {bound.device_type!r}; "
+            "import titan_integration.train (or call install()) first"
+        )
+    sys.modules[_MOE_KERNELS] = _moe_kernels_without_triton()
+    device_module = CpuDeviceModule()
+    original = torch._utils._get_available_device_type, torch._utils._get_device_module
+    torch._utils._get_available_device_type = lambda: "cpu"
+    torch._utils._get_device_module = lambda name: device_module if name == "cpu" else original[1](name)
+    try:
+        # Every torchtitan module that binds the device type is imported here, while torch answers "cpu".
+        import torchtitan.tools.utils as titan_utils
+        import torchtitan.train  # noqa: F401
+    finally:
+        torch._utils._get_available_device_type, torch._utils._get_device_module = original
+    # torchtitan would assume an A100 and run `lspci`. The peak of this CPU is unknown: utilization then shows 0 %.
+    titan_utils.get_peak_flops = lambda device_name: float("inf")
+    return True
+
+
+def check_job(job_config, attn_type: str) -> None:
+    """Refuses what torch or torchtitan cannot do on a CPU. Call it only where `install()` returned True.
+
+    Args:
+        job_config: torchtitan's JobConfig.
+        attn_type: the attention of the model flavor: "sdpa", "flex" or "varlen".
+
+    Raises:
+        NotImplementedError: names the key and what to set instead.
+    """
+    parallelism, training = job_config.parallelism, job_config.training
+    refused = [
+        (training.enable_cpu_offload, "training.enable_cpu_offload", "everything is on the CPU already; set it to false"),
+        (
+            parallelism.context_parallel_degree > 1,
+            f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree}",
+            "torch's CPU attention has no context-parallel rule; set it to 1",
+        ),
+        (
+            job_config.checkpoint.enable and job_config.checkpoint.async_mode == "async_with_pinned_mem",
+            "checkpoint.async_mode = 'async_with_pinned_mem'",
+            "pinned memory needs an accelerator; use 'async' or 'disabled'",
+        ),
+        (job_config.profiling.enable_profiling, "profiling.enable_profiling", "torchtitan 0.2.2 profiles GPUs only"),
+        (attn_type != "sdpa", f"a model flavor with attention {attn_type!r}", "use a flavor with sdpa attention"),
+    ]
+    for wrong, key, remedy in refused:
+        if wrong:
+            raise NotImplementedError(f"{key} is not supported without an accelerator: {remedy}")

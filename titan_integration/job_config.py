@@ -1,0 +1,99 @@
+"""The sections that this integration adds to torchtitan's JobConfig.
+
+Named in the TOML by `[job] custom_config_module = "titan_integration.job_config"`; torchtitan merges them field by
+field, so every key is also an option of the command line (`--gtp.look_ahead 2`). An unknown key is refused by
+torchtitan with its name, from the TOML and from the command line. Annotations must be types, not strings: torchtitan
+looks at them. `titan_integration.settings` turns the values into degrees and a `GTPConfig`.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Gtp:
+    """Generalized tensor parallelism: each weight is sharded over TP x GTP ranks and gathered one at a time."""
+
+    tensor_parallel_num_weight_shards: int | None = None
+    """Shards of every large weight: TP x GTP. A multiple of tensor_parallel_degree; default: TP, so GTP is off."""
+
+    expert_tensor_parallel_num_weight_shards: int | None = None
+    """The same for routed experts: ETP x EGTP. Default: ETP. More is not supported yet."""
+
+    exclude: list[str] = field(default_factory=list)
+    """FQN patterns (fnmatch) of weights that stay whole on every GTP rank, e.g. "layers.*.attention.wk"."""
+
+    min_numel: int = 1024
+    """Weights with fewer elements stay whole on every GTP rank."""
+
+    pad_for_alignment: int = 0
+    """Rows of a rank are padded to a multiple of this in communication buffers. 0: what the wire format needs."""
+
+    weight_prefetch: bool = True
+    """Gather weights ahead of their use, from the recorded schedule."""
+
+    async_reduction: bool = True
+    """Reduce weight gradients one step behind the backward."""
+
+    check_param_states: bool = False
+    """Check every state transition of every weight (for debugging)."""
+
+    calculate_per_token_loss: bool = True
+    """Sum gradients over GTP ranks. Must be true: torchtitan divides the loss by the global number of tokens."""
+
+    reduce_scatter_with_fp32_accumulation: bool = False
+    """Exchange 16-bit gradients by all-to-all and sum them in float32; bypassed on axes of size 2 or less."""
+
+    graph_wgrad_ring_size: int = 2
+    """How many unsharded weight gradients may be in flight at once."""
+
+    look_ahead: int = 1
+    """How many uses before its own use a weight is gathered."""
+
+    wire_format: str = "auto"
+    """How a shard travels. "auto": as the weight stores it, else "bf16", meaning as it is, in param_dtype."""
+
+    param_dtype: str = ""
+    """Dtype that is gathered and computed in. "": training.mixed_precision_param."""
+
+    reduce_dtype: str = ""
+    """Dtype that gradients are reduced in. "": training.mixed_precision_reduce."""
+
+    transport: str = "auto"
+    """How bytes move."""
+
+    recompute_keep_bytes: int = -1
+    """Bytes of weights, gathered for recomputation, that may wait for their backward use. -1: chosen by the library."""
+
+
+@dataclass
+class Metrics:
+    """Added to torchtitan's [metrics]."""
+
+    enable_jsonl: bool = False
+    """Write loss, gradient norm, learning rate and token count of every step to {job.dump_folder}/metrics.jsonl."""
+
+
+@dataclass
+class Training:
+    """Added to torchtitan's [training]."""
+
+    data_seed: int = 0
+    """Seed of the sample order of the data sets "python_stdlib" and "text_files"."""
+
+    token_cache_folder: str = ""
+    """Where those data sets keep their tokens. "": {job.dump_folder}/token_cache."""
+
+    exact_grad_norm: bool = False
+    """
+    Clip by the exact gradient norm (gtp_dtensor's) also where GTP is off. torch sums the squares of a large float32
+    gradient in float32, which on a CPU was seen 7e-5 off; false leaves torchtitan's clipping as it is.
+    """
+
+
+@dataclass
+class JobConfig:
+    """Merged into torchtitan's JobConfig."""
+
+    gtp: Gtp = field(default_factory=Gtp)
+    metrics: Metrics = field(default_factory=Metrics)
+    training: Training = field(default_factory=Training)

@@ -1,0 +1,33 @@
+"""torchtitan's optimizers, and SGD."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.components.optimizer import OptimizersContainer, build_optimizers as build_titan_optimizers
+
+
+def build_optimizers(model_parts: list[nn.Module], optimizer_config, parallel_dims) -> OptimizersContainer:
+    """torchtitan's `build_optimizers_fn` that also knows `[optimizer] name = "SGD"` (no momentum; lr, weight_decay).
+
+    Raises:
+        ValueError: SGD with a setting that it cannot serve; names the key.
+    """
+    if optimizer_config.name != "SGD":
+        return build_titan_optimizers(model_parts, optimizer_config, parallel_dims)
+    if optimizer_config.early_step_in_backward:
+        raise ValueError("optimizer.early_step_in_backward is not supported with optimizer.name = 'SGD'; set it to false")
+    fused = optimizer_config.implementation == "fused"
+    if fused and any(isinstance(p, DTensor) for part in model_parts for p in part.parameters()):
+        raise ValueError(
+            "optimizer.implementation = 'fused': torch has no fused SGD for DTensors, which this model's parameters "
+            "are; set it to 'foreach' or 'for-loop'"
+        )
+    kwargs = {
+        "lr": optimizer_config.lr,
+        "weight_decay": optimizer_config.weight_decay,
+        "fused": fused,
+        "foreach": optimizer_config.implementation == "foreach",
+    }
+    return OptimizersContainer(model_parts, torch.optim.SGD, kwargs)

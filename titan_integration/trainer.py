@@ -1,0 +1,174 @@
+"""torchtitan's Trainer with the `gtp` axis, exact clipping, time-outs on every process group, and clean ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_module, device_type
+from torchtitan.train import Trainer
+
+from gtp_dtensor import clip_grad_norm_, finalize_grads
+from titan_integration import cpu
+from titan_integration.data import GlobalOrderLoader
+from titan_integration.dims import GTPParallelDims
+from titan_integration.settings import check_gtp_job, describe, gtp_config
+from titan_integration.spec import llama3_flavors
+
+
+def set_timeouts(timeout: timedelta) -> None:
+    """Sets the time-out of every process group of this process, those private to a library included.
+
+    A collective whose peers are dead or stuck then raises within `timeout` instead of torch's 30 minutes. All ranks
+    meet in a barrier first, so that none works under the new time-out while another is still in a long set-up.
+    """
+    dist.barrier(device_ids=[device_module.current_device()] if device_type != "cpu" else None)
+    # torchtitan's own set_pg_timeouts knows only the groups of its meshes; torch lists all of them here.
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if dist.get_backend(group) != "fake":
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def clip_exactly(parameters: list[torch.nn.Parameter], max_norm: float, pp_mesh) -> torch.Tensor:
+    """Clips by the exact 2-norm of all gradients, over all pipeline stages; returns the norm before clipping."""
+    for parameter in parameters:
+        grad = parameter.grad
+        # Sequence parallelism leaves the gradients of norms as sums still to be made.
+        if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+            parameter.grad = grad.redistribute(placements=parameter.placements)
+    if pp_mesh is None:
+        return clip_grad_norm_(parameters, max_norm)
+    squared = clip_grad_norm_(parameters, float("inf")).double().square()
+    dist.all_reduce(squared, group=pp_mesh.get_group())
+    total_norm = squared.sqrt().float()
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach=True)
+    return total_norm
+
+
+class GTPTrainer(Trainer):
+    """Trains a torchtitan job whose `[gtp]` section may shard weights over the `gtp` axis.
+
+    Where GTP is off this is torchtitan's Trainer, but for two faults of 0.2.2 that it works round: gradients under
+    pipeline parallelism are not divided by the number of tokens, and those under DDP alone are divided once too often.
+    """
+
+    parallel_dims: GTPParallelDims
+
+    def __init__(self, job_config) -> None:
+        self._ended_well = False
+        self._timeouts_tightened = False
+        self._num_global_tokens: torch.Tensor | float | None = None
+        super().__init__(job_config)
+        set_timeouts(timedelta(seconds=job_config.comm.init_timeout_seconds))
+        config = gtp_config(job_config) if self.parallel_dims.gtp_enabled else None
+        if dist.get_rank() == 0:
+            logger.info(describe(self.parallel_dims, config))
+
+    def init_distributed(self) -> GTPParallelDims:
+        """Starts the process group and returns the degrees of this job, all of them checked."""
+        job_config = self.job_config
+        world_size = dist_utils.init_distributed(
+            job_config.comm,
+            enable_cpu_backend=job_config.training.enable_cpu_offload and device_type != "cpu",
+            base_folder=job_config.job.dump_folder,
+        )
+        dims = GTPParallelDims.from_job_config(job_config, world_size)
+        if dims.gtp_enabled:
+            if job_config.model.name != "llama3":
+                raise NotImplementedError(
+                    f"model.name = {job_config.model.name!r} is not supported together with gtp yet; use 'llama3'"
+                )
+            check_gtp_job(job_config)
+            gtp_config(job_config)
+        if device_type == "cpu":
+            flavor = llama3_flavors().get(job_config.model.flavor) if job_config.model.name == "llama3" else None
+            cpu.check_job(job_config, getattr(flavor, "attn_type", "sdpa"))
+        self._quiet_other_ranks()
+        return dims
+
+    @staticmethod
+    def _quiet_other_ranks() -> None:
+        """Ranks outside LOG_RANK (torchtitan's variable, default 0) log warnings and errors only."""
+        shown = os.environ.get("LOG_RANK", "0").split(",")
+        if str(dist.get_rank()) not in shown:
+            logger.setLevel(logging.WARNING)
+
+    def batch_generator(self, data_iterable: Iterable) -> Iterator:
+        """Microbatches; after a resume at another degree the token count continues from what was really read."""
+        loader = self.dataloader
+        if isinstance(loader, GlobalOrderLoader):
+            degree = self.parallel_dims.get_mesh("batch").size() if self.parallel_dims.dp_enabled else 1
+            self.ntokens_seen = loader.position * loader.seq_len // degree
+        return super().batch_generator(data_iterable)
+
+    def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> torch.Tensor:
+        """One microbatch, forward and backward; returns its loss sum over the global number of tokens."""
+        self._num_global_tokens = global_valid_tokens
+        return super().forward_backward_step(
+            input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
+        )
+
+    def train_step(self, data_iterator) -> None:
+        """One optimizer step."""
+        with self._clipping_by_us():
+            super().train_step(data_iterator)
+        if not self._timeouts_tightened:
+            # Also after a resume, where torchtitan (which looks at the step number) would not.
+            self._timeouts_tightened = True
+            set_timeouts(timedelta(seconds=self.job_config.comm.train_timeout_seconds))
+
+    @contextmanager
+    def _clipping_by_us(self):
+        """torchtitan's `train_step` looks its clipping function up in a module; it finds ours while in here."""
+        titan_clip = dist_utils.clip_grad_norm_
+
+        def clip(parameters, max_norm, norm_type=2.0, **kwargs) -> torch.Tensor:
+            self._correct_gradients()
+            if self.parallel_dims.gtp_enabled:
+                for model in self.model_parts:
+                    finalize_grads(model)
+            elif not self.job_config.training.exact_grad_norm:
+                return titan_clip(parameters, max_norm, norm_type, **kwargs)
+            return clip_exactly(parameters, max_norm, self.parallel_dims.get_optional_mesh("pp"))
+
+        dist_utils.clip_grad_norm_ = clip
+        try:
+            yield
+        finally:
+            dist_utils.clip_grad_norm_ = titan_clip
+
+    @torch.no_grad()
+    def _correct_gradients(self) -> None:
+        """Works round two scaling faults of torchtitan 0.2.2; does nothing in any other arrangement."""
+        dims, factor = self.parallel_dims, 1.0
+        if dims.pp_enabled:
+            # The pipeline schedule backpropagates the loss sum; only the logged loss is divided by the token count.
+            factor /= float(self._num_global_tokens)
+        if dims.dp_replicate_enabled and not dims.fsdp_enabled:
+            # DDP averages over its ranks, on top of the division by the global token count.
+            factor *= dims.dp_replicate
+        if factor == 1.0:
+            return
+        for model in self.model_parts:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+    def train(self) -> None:
+        """Trains to the end."""
+        super().train()
+        self._ended_well = True
+
+    def close(self) -> None:
+        """Closes writers. After a training that ended well, waits for all ranks: Gloo aborts if one leaves early."""
+        super().close()
+        if self._ended_well and dist.is_initialized():
+            dist.barrier(device_ids=[device_module.current_device()] if device_type != "cpu" else None)
