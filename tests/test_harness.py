@@ -223,15 +223,10 @@ def test_death_by_signal_comes_before_what_it_caused(rank_pool):
 def test_process_that_died_between_runs_is_replaced(rank_pool):
     victim = rank_pool.process_ids(2)[1]
     os.kill(victim, signal.SIGKILL)
-    while os.path.exists(f"/proc/{victim}") and "Z" not in _process_state(victim):
+    while os.path.exists(f"/proc/{victim}"):  # until its parent, the fork server, has noticed
         time.sleep(0.01)
     assert rank_pool.run(2, sum_of_ranks) == [(0, 2, 1.0), (1, 2, 1.0)]
     assert victim not in rank_pool.process_ids(2)
-
-
-def _process_state(process_id: int) -> str:
-    with open(f"/proc/{process_id}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.parametrize("function", [miss_a_collective, miss_a_collective_of_a_new_group])

@@ -57,6 +57,7 @@ def ranks(*world_sizes: int, timeout: float = 60.0, group_timeout: float = 30.0,
         functools.update_wrapper(test, body)
         del test.__wrapped__  # pytest would ask for the body's parameters
         test.rank_body = body
+        test.place_as = body  # where pytest says the test is
         test.__signature__ = inspect.Signature(
             inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
             for name in ("rank_pool", "world_size", "rank_device", *passed)
