@@ -8,18 +8,19 @@ keeps its shard. Ranks that are to hold the same model need the same seed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
-_INIT_FUNCTIONS = frozenset(
-    function
+_INIT_FUNCTIONS = {
+    name: function
     for name, function in vars(nn.init).items()
     if name.endswith("_") and not name.startswith("_") and callable(function)
-)
+}
 _RANDOM_METHODS = frozenset(
     getattr(torch.Tensor, name)
     for name in (
@@ -42,25 +43,34 @@ def local_part(full: torch.Tensor, like: DTensor) -> torch.Tensor:
     return full
 
 
-class _LogicalInit(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in _INIT_FUNCTIONS or func in _RANDOM_METHODS:
-            tensor = args[0] if args else kwargs.get("tensor")
-            if isinstance(tensor, DTensor) and not tensor.is_meta:
-                return self._fill(func, tensor, args, kwargs)
-        return func(*args, **kwargs)
+def _fill(function: Callable, tensor: DTensor, args: tuple, kwargs: dict) -> DTensor:
+    """``function(tensor, *args, **kwargs)`` on the logical tensor; this rank's part lands in ``tensor``."""
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor._local_tensor.device)
+    function(full, *args, **kwargs)
+    with torch.no_grad():
+        tensor._local_tensor.copy_(local_part(full, tensor))
+    return tensor
 
-    @staticmethod
-    def _fill(func, tensor: DTensor, args: tuple, kwargs: dict) -> DTensor:
-        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor._local_tensor.device)
-        if args:
-            func(full, *args[1:], **kwargs)
-        else:
-            func(**{**kwargs, "tensor": full})
-        with torch.no_grad():
-            tensor._local_tensor.copy_(local_part(full, tensor))
-        return tensor
+
+class _LogicalInit(TorchFunctionMode):
+    """Random in-place methods of DTensors, also those inside an init function that was imported by name."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _RANDOM_METHODS and isinstance(args[0], DTensor) and not args[0].is_meta:
+            return _fill(func, args[0], args[1:], kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _whole(function: Callable) -> Callable:
+    """An init function that fills DTensors by way of the logical tensor."""
+
+    @functools.wraps(function)
+    def wrapper(tensor: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        if isinstance(tensor, DTensor) and not tensor.is_meta:
+            return _fill(function, tensor, args, kwargs)
+        return function(tensor, *args, **kwargs)
+
+    return wrapper
 
 
 @contextlib.contextmanager
@@ -75,5 +85,14 @@ def logical_init() -> Iterator[None]:
         with logical_init():
             model.init_weights()
     """
-    with _LogicalInit():
-        yield
+    # Most init functions compute with the tensor (a fan, a QR, an any()) before they return it, so each has to see the
+    # whole. Few of them can be intercepted by a mode, hence torch.nn.init itself is dressed for the time of the block.
+    before = {name: getattr(nn.init, name) for name in _INIT_FUNCTIONS}
+    try:
+        for name, function in _INIT_FUNCTIONS.items():
+            setattr(nn.init, name, _whole(function))
+        with _LogicalInit():
+            yield
+    finally:
+        for name, function in before.items():
+            setattr(nn.init, name, function)

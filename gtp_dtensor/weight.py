@@ -145,6 +145,7 @@ class ShardedWeight:
         self.next_lease: Lease | None = None  # gathered ahead of its use
         self.kept_lease: Lease | None = None  # gathered for recompute, waiting for its backward use
         self._versions = self._read_versions()
+        self._local = weakref.ref(param._local_tensor)  # to_empty() and to() put another one into the same parameter
         self._copy: torch.Tensor | None = None  # the compute shard, where it is not the shard itself
         self._copy_generation = -1
 
@@ -200,6 +201,7 @@ class ShardedWeight:
     def mark_changed(self) -> None:
         """The shard was, or may have been, written: leases and the compute shard of before are void."""
         self._versions = self._read_versions()
+        self._local = weakref.ref(self.param._local_tensor)
         self.generation += 1
         for lease in (self.next_lease, self.kept_lease):
             if lease is not None:
@@ -209,7 +211,7 @@ class ShardedWeight:
         """Compare version counters. Signals (optimizer step, refresh) call :meth:`mark_changed` themselves, because
         foreach and fused kernels leave the counters of a DTensor and of its local tensor unchanged."""
         versions = self._read_versions()
-        if versions is None or versions != self._versions:
+        if versions is None or versions != self._versions or self._local() is not self.param._local_tensor:
             self.mark_changed()
 
     def _read_versions(self) -> tuple[int, int] | None:
