@@ -15,7 +15,7 @@ from .api import (
 from .config import GTPConfig
 from .init import logical_init
 from .optim import clip_grad_norm_
-from .style import GTPStyle
+from .style import GTPStyle, parallelize_module
 
 __all__ = [
     "GTPConfig",
@@ -27,6 +27,7 @@ __all__ = [
     "finalize_grads",
     "logical_init",
     "materialized",
+    "parallelize_module",
     "process_groups",
     "refresh",
     "reset_stats",

@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.parallel import parallelize_module as _torch_parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from .config import GTPConfig
@@ -328,3 +329,29 @@ def _begin_pass(module: nn.Module, args: tuple) -> None:
         if state is not None:
             state.runtimes()[0].begin_pass()
             return
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: ParallelStyle | dict[str, ParallelStyle] | None = None,
+    **kwargs,
+) -> nn.Module:
+    """torch's ``parallelize_module``, after a check of the plan: torch only warns about keys that match no module.
+
+    Raises:
+        ValueError: a key of the plan matches nothing; nothing has been changed then.
+    """
+    if isinstance(parallelize_plan, dict):
+        for key in parallelize_plan:
+            level = [module]
+            for depth, token in enumerate(key.split(".") if key else []):
+                names = [name for parent in level for name, _ in parent.named_children()]
+                level = [c for parent in level for n, c in parent.named_children() if fnmatch.fnmatch(n, token)]
+                if not level:
+                    prefix = ".".join(key.split(".")[:depth])
+                    raise ValueError(
+                        f"parallelize_module: plan key '{key}' matches no module: nothing below '{prefix}' is called "
+                        f"'{token}'; names there are {', '.join(map(repr, dict.fromkeys(names))) or '(none)'}"
+                    )
+    return _torch_parallelize_module(module, device_mesh, parallelize_plan, **kwargs)
