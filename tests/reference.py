@@ -47,8 +47,10 @@ def local_slice(batch: torch.Tensor, rank: int, world_size: int) -> torch.Tensor
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The logical tensor: ``full_tensor()`` of a DTensor (a collective), a plain tensor as it is; detached."""
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    """A copy of the logical tensor; of a DTensor its ``full_tensor()``, which is a collective."""
+    tensor = tensor.detach()
+    # A full_tensor() of what is whole on every rank is the local tensor itself: later writes would show in it.
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def plain_fqn(fqn: str) -> str:

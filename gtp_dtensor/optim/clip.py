@@ -37,7 +37,9 @@ def _partial_norm(grads: list[torch.Tensor], norm_type: float, device: torch.dev
     norms = []
     for dtype in dict.fromkeys(g.dtype for g in grads):  # foreach wants one dtype; norms are in float32 at least
         same = [g for g in grads if g.dtype == dtype]
-        norms += torch._foreach_norm(same, norm_type, dtype=torch.promote_types(dtype, torch.float32))
+        # A CPU adds one element after the other: float32 sums of a large weight are off by 1e-5. A GPU sums in a tree.
+        accumulate = torch.float64 if device.type == "cpu" else torch.promote_types(dtype, torch.float32)
+        norms += torch._foreach_norm(same, norm_type, dtype=accumulate)
     return torch.stack([norm.double() for norm in norms]).pow(norm_type).sum()
 
 
