@@ -124,7 +124,11 @@ def check_job(job_config, attn_type: str) -> None:
     """
     parallelism, training = job_config.parallelism, job_config.training
     refused = [
-        (training.enable_cpu_offload, "training.enable_cpu_offload", "everything is on the CPU already; set it to false"),
+        (
+            training.enable_cpu_offload,
+            "training.enable_cpu_offload",
+            "everything is on the CPU already; set it to false",
+        ),
         (
             parallelism.context_parallel_degree > 1,
             f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree}",

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.hf_datasets.text_datasets import DATASETS as TITAN_DATASETS, build_text_dataloader
+from torchtitan.hf_datasets.text_datasets import DATASETS as TITAN_DATASETS
+from torchtitan.hf_datasets.text_datasets import build_text_dataloader
 from torchtitan.tools.logging import logger
 
 from titan_integration.rank_zero import run_on_rank_zero

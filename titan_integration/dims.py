@@ -53,7 +53,7 @@ class GTPParallelDims(ParallelDims):
         if self.egtp > 1:
             raise NotImplementedError(
                 f"egtp = {self.egtp}: sharding routed experts is not supported yet; set [gtp] "
-                f"expert_tensor_parallel_num_weight_shards to expert_tensor_parallel_degree ({self.etp}) or leave it out"
+                f"expert_tensor_parallel_num_weight_shards to {self.etp} (its ETP degree) or leave it out"
             )
         if self.gtp > 1:
             self._validate_gtp()

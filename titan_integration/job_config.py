@@ -83,6 +83,12 @@ class Training:
     token_cache_folder: str = ""
     """Where those data sets keep their tokens. "": {job.dump_folder}/token_cache."""
 
+    logical_init: bool = False
+    """
+    Draw whole weights on every rank and keep the rank's part also where GTP is off, so that initial weights are those
+    of a single rank. Always done under GTP and on CPUs, where DTensor gives every shard the same numbers.
+    """
+
     exact_grad_norm: bool = False
     """
     Clip by the exact gradient norm (gtp_dtensor's) also where GTP is off. torch sums the squares of a large float32

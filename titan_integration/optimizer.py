@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torchtitan.components.optimizer import OptimizersContainer, build_optimizers as build_titan_optimizers
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.optimizer import build_optimizers as build_titan_optimizers
 
 
 def build_optimizers(model_parts: list[nn.Module], optimizer_config, parallel_dims) -> OptimizersContainer:
@@ -17,7 +18,9 @@ def build_optimizers(model_parts: list[nn.Module], optimizer_config, parallel_di
     if optimizer_config.name != "SGD":
         return build_titan_optimizers(model_parts, optimizer_config, parallel_dims)
     if optimizer_config.early_step_in_backward:
-        raise ValueError("optimizer.early_step_in_backward is not supported with optimizer.name = 'SGD'; set it to false")
+        raise ValueError(
+            "optimizer.early_step_in_backward is not supported with optimizer.name = 'SGD'; set it to false"
+        )
     fused = optimizer_config.implementation == "fused"
     if fused and any(isinstance(p, DTensor) for part in model_parts for p in part.parameters()):
         raise ValueError(

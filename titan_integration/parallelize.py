@@ -1,4 +1,4 @@
-"""How a torchtitan model gets its parallelism: torchtitan's own where GTP is off, `GTPStyle` in place of FSDP where on."""
+"""How a torchtitan model gets its parallelism: torchtitan's own where GTP is off, `GTPStyle` where it is on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import (
     _op_sac_save_list,
     apply_tp,
+)
+from torchtitan.models.llama3.infra.parallelize import (
     parallelize_llama as parallelize_llama_titan,
 )
 from torchtitan.tools.utils import device_type
@@ -38,13 +40,13 @@ def parallelize_llama(model: nn.Module, parallel_dims, job_config) -> nn.Module:
         model = parallelize_llama_titan(model, parallel_dims, job_config)
         if on_cpu:
             _sum_fsdp_gradients_on_gloo(model)
-        model.draw_logical_weights = on_cpu
+        model.draw_logical_weights = on_cpu or job_config.training.logical_init
         return model
     check_gtp_job(job_config)
-    seq_len, divisor = job_config.training.seq_len, parallel_dims.tp
-    if seq_len % divisor:
+    seq_len, tp = job_config.training.seq_len, parallel_dims.tp
+    if seq_len % tp:
         raise ValueError(
-            f"training.seq_len = {seq_len} is not divisible by tensor_parallel_degree = {divisor}, which shards the "
+            f"training.seq_len = {seq_len} is not divisible by tensor_parallel_degree = {tp}, which shards the "
             "sequence between attention and feed-forward"
         )
     if parallel_dims.tp_enabled:

@@ -9,8 +9,10 @@ import torch
 from torchtitan.models.llama3 import (
     Transformer,
     TransformerModelArgs,
-    get_train_spec as get_llama3_spec,
     llama3_args,
+)
+from torchtitan.models.llama3 import (
+    get_train_spec as get_llama3_spec,
 )
 from torchtitan.protocols.train_spec import register_train_spec
 

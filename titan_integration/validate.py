@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torchtitan.components.validate import BaseValidator, Validator, build_validator as build_titan_validator
+from torchtitan.components.validate import BaseValidator, Validator
+from torchtitan.components.validate import build_validator as build_titan_validator
 
 from titan_integration.data import build_validation_dataloader
 from titan_integration.text import DATASETS
