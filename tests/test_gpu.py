@@ -1,0 +1,221 @@
+"""The CUDA path: NCCL, side streams, events. Several ranks share one GPU."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from gtp_dtensor import GTPConfig, GTPStyle, reset_stats, stats
+from gtp_dtensor.transport.collective import CollectiveTransport, Transfer
+from gtp_dtensor.weight import Lease
+from tests.harness import ranks
+from tests.models import MLP, MODEL_CASES, TinyLlama
+from tests.reference import build_pair, full_parameters, local_slice, mean_square, train_beside_reference
+from tests.test_parity import _llama_tp_plan
+
+on_gpu = ranks(4, device="cuda", timeout=120, group_timeout=60)
+RTOL = 1e-5  # float32 with other GEMM shapes and summation orders
+SLEEP = 20_000_000  # GPU clock cycles: about 10 ms
+
+
+def on(device, case):
+    def batch(step, num=8):
+        return case.batch(num, seed=step).to(device)
+
+    return lambda: case.build().to(device), batch
+
+
+@on_gpu
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("case", MODEL_CASES, ids=str)
+def test_every_kind_of_module(mesh, rank, world_size, device, case, optimizer):
+    build, batch = on(device, case)
+    model, reference = build_pair(build)
+    parallelize_module(model, mesh, GTPStyle(min_numel=30))
+    train_beside_reference(
+        model, reference, batch, rank=rank, world_size=world_size, optimizer=optimizer, num_microbatches=2,
+        rtol=RTOL if optimizer == "sgd" else 1e-3,
+    )  # Adam divides by the root of tiny second moments, which lifts rounding
+    s = stats(model)
+    assert s.num_pending == 0 and s.live_lease_bytes == 0 and s.num_prefetch_hits > 0
+
+
+@on_gpu
+@pytest.mark.parametrize("order", [("gtp", "tp"), ("tp", "gtp")])
+def test_llama_with_tensor_and_sequence_parallel(device, order):
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=order)
+    model, reference = build_pair(lambda: TinyLlama().to(device))
+    parallelize_module(model, mesh["tp"], _llama_tp_plan(2))
+    parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30))
+    train_beside_reference(
+        model, reference,
+        lambda step: torch.randint(0, 24, (4, 6), generator=torch.Generator().manual_seed(step)).to(device),
+        rank=mesh["gtp"].get_local_rank(), world_size=2, num_microbatches=2, rtol=RTOL,
+    )
+
+
+@on_gpu
+def test_bf16_gathers_equal_the_model_cast_by_hand(mesh, rank, world_size, device):
+    config = GTPConfig(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, reference = build_pair(lambda: TinyLlama(dim=64, hidden=160).to(device))
+    parallelize_module(model, mesh, GTPStyle(config, min_numel=30))
+    half = reference.bfloat16()
+    tokens = torch.randint(0, 24, (8, 7), generator=torch.Generator().manual_seed(0)).to(device)
+    y, expected = model(local_slice(tokens, rank, world_size)), half(local_slice(tokens, rank, world_size))
+    assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
+    y.float().square().mean().backward()
+    expected.float().square().mean().backward()
+    for (name, param), other in zip(model.named_parameters(), half.parameters()):
+        total = other.grad.float()
+        torch.distributed.all_reduce(total)
+        error = (param.grad.full_tensor() - total / world_size).norm() / total.norm().clamp(min=1e-20)
+        assert error < 1e-5, (name, error)
+
+
+# ---- missing waits
+
+
+@contextlib.contextmanager
+def poisoned_memory():
+    """Every gathered weight is overwritten with NaN, on the computing stream, as soon as its lease ends."""
+    end = Lease.end
+
+    def poisoned(self):
+        buffer = self._buffer
+        end(self)
+        buffer.fill_(float("nan"))
+
+    Lease.end = poisoned
+    try:
+        yield
+    finally:
+        Lease.end = end
+
+
+@contextlib.contextmanager
+def slow(what: str):
+    """Make one of the three kinds of stream late at every transfer."""
+    gather, reduce, wait = CollectiveTransport.all_gather, CollectiveTransport.reduce_scatter, Transfer.wait
+
+    def sleep_on(stream):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SLEEP)
+
+    def all_gather(self, *args):
+        sleep_on(self._gather_stream)
+        return gather(self, *args)
+
+    def reduce_scatter(self, *args, **kwargs):
+        sleep_on(self._reduce_stream)
+        return reduce(self, *args, **kwargs)
+
+    def slow_wait(self):
+        wait(self)
+        torch.cuda._sleep(SLEEP)
+
+    if what == "gather":
+        CollectiveTransport.all_gather = all_gather
+    elif what == "reduce":
+        CollectiveTransport.reduce_scatter = reduce_scatter
+    elif what == "compute":
+        Transfer.wait = slow_wait
+    try:
+        yield
+    finally:
+        CollectiveTransport.all_gather, CollectiveTransport.reduce_scatter, Transfer.wait = gather, reduce, wait
+
+
+def _weights_after_steps(mesh, rank, world_size, device, config, num_steps=3):
+    torch.manual_seed(0)
+    model = MLP((64, 128, 128, 128, 64)).to(device)
+    parallelize_module(model, mesh, GTPStyle(config))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(num_steps):
+        for microbatch in range(2):
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + microbatch)).to(device)
+            mean_square(model(local_slice(x, rank, world_size))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+@on_gpu
+@pytest.mark.parametrize("what", ["nothing", "gather", "reduce", "compute"])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_no_wait_is_missing(mesh, rank, world_size, device, what, param_dtype):
+    """Equal neighbours, released memory poisoned, one stream made late: not a bit changes."""
+    config = GTPConfig(param_dtype=param_dtype, look_ahead=2)
+    expected = _weights_after_steps(mesh, rank, world_size, device, config)
+    with poisoned_memory(), slow(what):
+        weights = _weights_after_steps(mesh, rank, world_size, device, config)
+    for name, value in weights.items():
+        assert torch.isfinite(value).all() and torch.equal(value, expected[name]), name
+
+
+@on_gpu
+@pytest.mark.parametrize("missing", ["gather", "reduce"])
+def test_the_poison_tests_find_a_missing_wait(mesh, rank, world_size, device, missing):
+    """Arms the trap of the test above: without the wait it fails."""
+    expected = _weights_after_steps(mesh, rank, world_size, device, GTPConfig())
+    wait = Transfer.wait
+
+    def no_wait(self):
+        is_gather = self.tensors and self.tensors[0].numel() > self.tensors[1].numel()
+        if is_gather != (missing == "gather"):
+            wait(self)
+
+    with poisoned_memory(), slow(missing):
+        Transfer.wait = no_wait
+        try:
+            weights = _weights_after_steps(mesh, rank, world_size, device, GTPConfig())
+        finally:
+            Transfer.wait = wait
+    torch.cuda.synchronize()
+    assert not all(torch.equal(value, expected[name]) for name, value in weights.items())
+
+
+@ranks(4, device="cuda", timeout=300, group_timeout=60)  # collectives of ranks that share a GPU go through sockets
+def test_allocated_memory_is_flat_over_200_steps(mesh, rank, world_size, device):
+    model = MLP((64, 128, 128, 64)).to(device)
+    parallelize_module(model, mesh, GTPStyle(GTPConfig(param_dtype=torch.bfloat16)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(4, 64, device=device)
+    allocated = []
+    for step in range(200):
+        with torch.no_grad():
+            if step % 10 == 0:
+                model(x)
+        for _ in range(1 + step % 2):
+            model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step >= 10:
+            allocated.append(torch.cuda.memory_allocated())
+    assert max(allocated) == min(allocated)
+    reset_stats(model)
+    assert stats(model).live_lease_bytes == 0
+
+
+@on_gpu
+def test_no_host_synchronisation_inside_a_step(mesh, rank, world_size, device):
+    model = MLP((64, 128, 128, 64)).to(device)
+    parallelize_module(model, mesh, GTPStyle(GTPConfig(param_dtype=torch.bfloat16)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(4, 64, device=device)
+
+    def step():
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
