@@ -15,6 +15,12 @@ if [[ ${1:-} =~ ^[0-9]+$ ]]; then
     NPROC=$1
     shift
 fi
+for option in "$@"; do
+    if [[ $option =~ ^--job\.config[-_]file ]]; then
+        echo "train.sh: name the TOML in the environment, CONFIG=..., not with $option" >&2
+        exit 1
+    fi
+done
 if [ ! -f "$CONFIG" ]; then
     echo "train.sh: CONFIG=$CONFIG: no such file" >&2
     exit 1
