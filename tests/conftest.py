@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis
 import pytest
 
-pytest.register_assert_rewrite("tests.reference", "tests.programs")
+pytest.register_assert_rewrite("tests.reference", "tests.programs", "tests.program_runs")
 
 # Deterministic everywhere: the same examples in every run, and a printed line that reproduces a failing one.
 _COMMON = {"derandomize": True, "print_blob": True, "deadline": None, "database": None, "report_multiple_bugs": False}

@@ -139,6 +139,7 @@ class RankPool:
             TypeError: the function or an argument cannot be sent to another process.
             ValueError: ``world_size`` or ``device`` makes no sense.
         """
+        __tracebackhide__ = True  # pytest: the report is what counts, not where the pool raised it
         if world_size < 1 or device not in ("cpu", "cuda"):
             raise ValueError(f"run(world_size={world_size}, device={device!r}): at least 1 rank, on 'cpu' or 'cuda'")
         if self._world_limit is not None and world_size > self._world_limit:
@@ -216,6 +217,7 @@ class RankPool:
 
     def _collect(self, ranks: list[_Rank], timeout: float, grace: float, title: str) -> dict[int, Outcome]:
         """Outcomes by rank; raises RankFailure unless every rank returned or skipped."""
+        __tracebackhide__ = True
         outcomes: dict[int, Outcome] = {}
         faults: list[RankFault] = []
         pending = list(ranks)
@@ -247,6 +249,7 @@ class RankPool:
         raise RankFailure(title, faults, outputs)
 
     def _tear_down(self, ranks: list[_Rank], key: tuple, title: str) -> None:
+        __tracebackhide__ = True
         for rank in ranks:
             rank.connection.send(TearDown())
         deadline = time.monotonic() + _TEAR_DOWN_TIMEOUT

@@ -1,0 +1,324 @@
+"""Runs a program sharded and whole, and compares: every output, gradient and weight must be equal bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from gtp_dtensor import GTPStats, GTPStyle, finalize_grads, stats
+from tests.programs import (
+    BOUND,
+    DIM,
+    MAX_WIDTH,
+    SAMPLE_ROWS,
+    SAMPLES_PER_RANK,
+    Aborted,
+    Forward,
+    Microbatch,
+    Model,
+    Program,
+)
+from tests.reference import assert_equal_to_reference, full_gradients, full_parameters, local_slice
+
+# A weight that is used more often than this in a step may be mispredicted for ever: the schedule looks back only so
+# far, and long runs of one weight look alike everywhere.
+MAX_PREDICTED_REPEATS = 16
+
+
+def _double_accumulated(parameter: torch.Tensor) -> None:
+    parameter.grad.mul_(2)
+
+
+@dataclass
+class Trace:
+    """What a run showed: (name, value) in the order of events; values are tensors, or dicts of tensors by FQN."""
+
+    values: list[tuple[str, torch.Tensor | dict]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    def add(self, name: str, value: torch.Tensor | dict) -> None:
+        """Record one value."""
+        self.values.append((name, value))
+
+
+class Run:
+    """One run of a program, over a sharded model or over the whole one.
+
+    Args:
+        program: what to do.
+        model: on which model.
+        rank, num_peers: which slice of each global batch this run sees (0 of 1: all of it).
+        num_samples: samples in a global batch.
+    """
+
+    def __init__(self, program: Program, model: Model, rank: int, num_peers: int, num_samples: int) -> None:
+        self.program = program
+        self.model = model
+        self.rank, self.num_peers, self.num_samples = rank, num_peers, num_samples
+        self.trace = Trace()
+        self.parameters = list(model.parameters())
+        self.optimizer = torch.optim.SGD(self.parameters, lr=1.0)
+        self._generator = torch.Generator().manual_seed(program.seed)
+        for index, kind in program.hooks:
+            parameter = self.parameters[index % len(self.parameters)]
+            if not parameter.requires_grad:
+                continue  # torch refuses
+            if kind == "tensor":
+                parameter.register_hook(lambda grad: grad * 2)
+            else:
+                parameter.register_post_accumulate_grad_hook(_double_accumulated)
+
+    def after_backward(self) -> None:
+        """Called when a backward has ended."""
+
+    def after_abort(self) -> None:
+        """Called when a backward has raised."""
+
+    def _cast(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def expected_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Logical gradients, as the sharded run should have them."""
+        return full_gradients(self.model)
+
+    def _deal(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        """This run's slice of a random global batch."""
+        whole = torch.randint(low, high + 1, (self.num_samples, *shape), generator=self._generator)
+        return local_slice(whole, self.rank, self.num_peers).clone()
+
+    def before_step(self, number: int) -> None:
+        """Called before each step."""
+
+    def run(self) -> Trace:
+        """Run all of it."""
+        for number, step in enumerate(self.program.steps):
+            self.before_step(number)
+            for index in step.toggle:
+                parameter = self.parameters[index % len(self.parameters)]
+                parameter.requires_grad_(not parameter.requires_grad)
+            for microbatch in step.microbatches:
+                self._microbatch(microbatch, f"step {number}")
+            self.trace.add(f"gradient of step {number}", self.expected_gradients())
+            with torch.no_grad():
+                for parameter in self.parameters:
+                    if parameter.grad is not None:
+                        grad = parameter.grad
+                        (grad.to_local() if isinstance(grad, DTensor) else grad).sign_()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=step.set_to_none)
+            self.trace.add(f"weight after step {number}", full_parameters(self.model))
+        return self.trace
+
+    def _microbatch(self, microbatch: Microbatch, where: str) -> None:
+        losses, inputs = [], []
+        self.model.abort_at, self.model.num_calls = microbatch.abort_at, 0
+        for forward in microbatch.forwards:
+            x = self._deal(-BOUND, BOUND, SAMPLE_ROWS, DIM).float()
+            ids = self._deal(0, MAX_WIDTH, SAMPLE_ROWS)
+            weight = self._deal(-2, 2, SAMPLE_ROWS, DIM)
+            output = self._forward(forward, self._cast(x.requires_grad_(forward.input_grad)), ids)
+            self.trace.add(f"output in {where} ({forward.mode})", output.detach().float())
+            if forward.mode == "train" and output.requires_grad:
+                losses.append((output.float() * weight).sum())
+                inputs.append(x)
+        for index in microbatch.freeze:
+            self.parameters[index % len(self.parameters)].requires_grad_(False)
+        try:
+            for loss, retain in _backwards(microbatch.backward, losses):
+                loss.backward(retain_graph=retain)
+                self.after_backward()
+        except Aborted:
+            self.after_abort()
+            self.optimizer.zero_grad()
+            return
+        for x in inputs:
+            if x.grad is not None:
+                self.trace.add(f"gradient of the input in {where}", x.grad)
+
+    def _forward(self, forward: Forward, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        mode = {
+            "train": contextlib.nullcontext,
+            "no_grad": torch.no_grad,
+            "inference": torch.inference_mode,
+        }[forward.mode]
+        self.model.train(forward.mode == "train")
+        with mode():
+            call = self.model if forward.through_root else self.model.walk
+            return call(x, ids, forward.paths, torch.tensor(forward.selector))
+
+
+def _backwards(order: str, losses: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, bool]]:
+    """(loss, retain_graph) of each backward."""
+    if not losses:
+        return
+    if order == "joint":
+        yield sum(losses), False
+    elif order == "twice":
+        yield sum(losses), True
+        yield sum(losses), False
+    elif order in ("in_order", "reversed"):
+        for loss in losses if order == "in_order" else losses[::-1]:
+            yield loss, False
+    else:
+        raise ValueError(f"backward order {order!r}")
+
+
+class WholeRun(Run):
+    """The reference: the whole model on the whole batch."""
+
+    def __init__(self, program: Program, num_peers: int) -> None:
+        super().__init__(program, Model(program), 0, 1, num_peers * SAMPLES_PER_RANK)
+        self._divisor = 1 if program.config.get("calculate_per_token_loss") else num_peers
+
+    def expected_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Sums over the whole batch, or the average of what each peer has a sum of."""
+        gradients = full_gradients(self.model)
+        return {name: None if grad is None else grad / self._divisor for name, grad in gradients.items()}
+
+
+class ShardedRun(Run):
+    """The run under test. Also counts the uses of sharded weights by itself and holds ``stats`` against them."""
+
+    def __init__(self, program: Program, mesh) -> None:
+        model = Model(program)
+        parallelize_module(model, mesh, GTPStyle(program.gtp_config(), min_numel=program.min_numel))
+        num_peers = mesh.size()
+        super().__init__(program, model, mesh.get_local_rank(), num_peers, num_peers * SAMPLES_PER_RANK)
+        self._uses = {"forward": 0, "recompute": 0, "backward": 0}
+        self._aborted_at: int | None = None  # number of uses when the last aborted backward was left
+        self._num_mispredictions = 0  # before the last step
+        self._step_uses: Counter = Counter()  # forwards and recomputes of the present step by weight
+        self._graph_uses = 0  # uses that each backward of the present microbatch will make
+        for owner in model.weight_owners():
+            weight = owner._parameters["weight"]
+            if any(placement.is_shard() for placement in weight.placements):
+                owner.register_forward_pre_hook(self._count_use)
+
+    def _count_use(self, module: nn.Module, args: tuple) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        self._uses["recompute" if in_backward else "forward"] += 1
+        self._step_uses[id(module._parameters["weight"])] += 1
+        # Only a linear reads its weight again, for the gradient of its input.
+        if not isinstance(module, nn.Linear) or not torch.is_grad_enabled() or not args[0].requires_grad:
+            return
+        if not in_backward:
+            self._graph_uses += 1
+        elif self.model.recompute == "reentrant":  # this pass builds the graph, the first one built none
+            self._uses["backward"] += 1
+
+    def _microbatch(self, microbatch: Microbatch, where: str) -> None:
+        self._graph_uses = 0
+        super()._microbatch(microbatch, where)
+        self._uses["backward"] += self._graph_uses * (2 if microbatch.backward == "twice" else 1)
+
+    def _cast(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.program.gtp_config().param_dtype or x.dtype) if self.program.cast_input else x
+
+    def after_backward(self) -> None:
+        """Nothing is pending after a backward."""
+        num_pending = stats(self.model).num_pending
+        # What an aborted backward left behind is dropped by the next use of any sharded weight.
+        if num_pending and self._aborted_at != sum(self._uses.values()):
+            self.trace.faults.append(f"{num_pending} reductions are pending after a backward")
+
+    def after_abort(self) -> None:
+        """How many uses an aborted backward made cannot be told from here."""
+        self._aborted_at = sum(self._uses.values())
+
+    def before_step(self, number: int) -> None:
+        """Remember the counters of all but the last step."""
+        self._num_mispredictions = stats(self.model).num_mispredictions
+        self._step_uses.clear()
+
+    def run(self) -> Trace:
+        """Run all of it, then look at the counters."""
+        trace = super().run()
+        finalize_grads(self.model)
+        self._check_counters(stats(self.model))
+        return trace
+
+    def _check_counters(self, seen: GTPStats) -> None:
+        config = self.program.gtp_config()
+        num_read = seen.num_prefetch_hits + seen.num_on_demand_gathers
+        num_uses = sum(self._uses.values())
+        num_gathers = seen.num_forward_gathers + seen.num_recompute_gathers + seen.num_backward_gathers
+        # A weight kept from its recompute serves its backward use without another gather.
+        most_kept = 0 if config.recompute_keep_bytes == 0 else min(self._uses["recompute"], self._uses["backward"])
+        checks = {
+            "no gather is left in memory": seen.live_lease_bytes == 0,
+            "nothing is pending": seen.num_pending == 0,
+        }
+        if self._aborted_at is not None:
+            return self._report(checks, seen)
+        checks |= {
+            "every use is a hit, on demand, or kept": num_uses - most_kept <= num_read <= num_uses,
+            "no use without a gather": num_gathers >= num_read,
+        }
+        if self.program.repeats_itself() and max(self._step_uses.values(), default=0) <= MAX_PREDICTED_REPEATS:
+            new = seen.num_mispredictions - self._num_mispredictions
+            checks["no misprediction in the last of equal steps"] = new == 0
+        if not config.weight_prefetch:
+            checks["gathers = uses"] = num_gathers == num_read and seen.num_prefetch_hits == 0
+            checks["forward gathers = uses"] = seen.num_forward_gathers == self._uses["forward"]
+            checks["recompute gathers = uses"] = seen.num_recompute_gathers == self._uses["recompute"]
+        self._report(checks, seen)
+
+    def _report(self, checks: dict[str, bool], seen: GTPStats) -> None:
+        failed = [name for name, passed in checks.items() if not passed]
+        if failed:
+            self.trace.faults.append(f"not true: {', '.join(failed)}; counted {self._uses}, {seen}")
+
+
+def differences(sharded: Trace, whole: Trace, rank: int, num_peers: int) -> list[str]:
+    """What differs between the two runs, in the order of events; empty where nothing does."""
+    found = list(sharded.faults)
+    names, expected_names = ([name for name, _ in trace.values] for trace in (sharded, whole))
+    if names != expected_names:
+        return [*found, f"events {names}, the reference has {expected_names}"]
+    for (name, actual), (_, expected) in zip(sharded.values, whole.values):
+        if isinstance(expected, torch.Tensor):  # activations: this rank's slice
+            expected = local_slice(expected, rank, num_peers)
+        try:
+            assert_equal_to_reference(actual, expected, name)
+        except AssertionError as error:
+            found.append(str(error))
+    return found
+
+
+def run_program(program: Program, mesh, tamper: str = "") -> list[str]:
+    """Run a program on this rank, sharded over ``mesh`` (1-D) and whole, and compare.
+
+    To replay a failing program: paste its repr, ``rank_pool.run(world_size, run_program, Program(...))``.
+
+    Args:
+        tamper: "swap", "skip_step" or "scale" breaks the sharded run on purpose, to see that it shows.
+
+    Returns:
+        What differs; empty if the program is right.
+    """
+    broken = program
+    if tamper == "scale":
+        per_token = not program.config.get("calculate_per_token_loss", False)
+        broken = replace(program, config={**program.config, "calculate_per_token_loss": per_token})
+    sharded = ShardedRun(broken, mesh)
+    if tamper == "swap":
+        one, other = (sharded.model.units[index].first.weight._local_tensor for index in (0, 1))
+        one_before = one.clone()
+        one.copy_(other)
+        other.copy_(one_before)
+    elif tamper == "skip_step":
+        sharded.optimizer.step = lambda: None
+    with warnings.catch_warnings():
+        # Reentrant checkpointing of a segment without a gradient says so, in both runs.
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+        trace = sharded.run()
+        expected = WholeRun(program, mesh.size()).run()
+    return differences(trace, expected, mesh.get_local_rank(), mesh.size())
