@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from . import functional
-from .members import STATE, ModuleState, model_runtimes, module_runtimes
+from .members import STATE, ModuleState, model_members, model_runtimes
 from .schedule import IN_BACKWARD, Kind, Use
 from .style import clean_fqn
 from .weight import ShardedWeight, WeightCounters
@@ -30,12 +30,14 @@ def finalize_grads(model: nn.Module) -> None:
 def refresh(model: nn.Module) -> None:
     """To be called after writing into parameters by hand: compute shards are rebuilt before the next gather.
 
-    Optimizer steps, ``load_state_dict`` and in-place operators on a single parameter are noticed without it; foreach
-    and fused kernels called by hand on parameters, or writes into their storage, are not.
+    Needed where ``param_dtype`` differs from the parameters' dtype, between two training forwards of a model that an
+    optimizer trains, for writes that leave no trace: foreach and fused kernels called by hand, writes through
+    ``param.data``, collectives on local tensors. Optimizer steps, ``load_state_dict`` and in-place operators on a single
+    parameter are noticed, and forwards without gradients do not rely on it.
     """
-    for runtime in module_runtimes(model):
-        for weight in runtime.live_weights():
-            weight.mark_changed()
+    for member in model_members(model):
+        if isinstance(member, ShardedWeight):
+            member.mark_changed()
 
 
 @contextlib.contextmanager
@@ -109,20 +111,21 @@ def stats(model: nn.Module) -> GTPStats:
         for field in fields(runtime.counters):
             setattr(result, field.name, getattr(result, field.name) + getattr(runtime.counters, field.name))
         result.num_pending += runtime.reducer.num_pending
-        for weight in runtime.live_weights():
+    for member in model_members(model):
+        if isinstance(member, ShardedWeight):
             result.num_sharded_weights += 1
             for field in fields(WeightCounters):
-                setattr(result, field.name, getattr(result, field.name) + getattr(weight.counters, field.name))
+                setattr(result, field.name, getattr(result, field.name) + getattr(member.counters, field.name))
     return result
 
 
 def reset_stats(model: nn.Module) -> None:
     """Set the counters of ``model`` to zero; the peak of gathered bytes starts at what is gathered now."""
     for runtime in model_runtimes(model):
-        live = runtime.counters.live_lease_bytes
-        runtime.counters = type(runtime.counters)(live_lease_bytes=live, peak_lease_bytes=live)
-        for weight in runtime.live_weights():
-            weight.counters.reset()
+        runtime.reset_counters()
+    for member in model_members(model):
+        if isinstance(member, ShardedWeight):
+            member.counters.reset()
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,6 @@ def _kept_positions(uses: list[Use]) -> set[int]:
 def process_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     """The communicators that ``model``'s gathers and reductions use, for setting their time-outs."""
     groups: Iterable[dist.ProcessGroup] = (
-        group for runtime in module_runtimes(model) for group in runtime.transport.process_groups()
+        group for runtime in model_runtimes(model) for group in runtime.transport.process_groups()
     )
     return list(dict.fromkeys(groups))

@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from .members import small_of, weight_of
+from .members import STATE, small_of, weight_of
 from .reduce import wants_gradient_returned
 from .schedule import Kind
 from .small import SmallParam
@@ -114,6 +114,22 @@ class _Materialize(torch.autograd.Function):
         return _reduce_weight_grad(ctx.weight, ctx.param, grad, edge), None, None
 
 
+def cast_arguments(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Floating-point tensors among a forward's arguments in the dtype that its sharded weights are gathered in, where
+    ``param_dtype`` sets one: FSDP2 does the same at the border of a module."""
+    weights = module.__dict__[STATE].weights.values()
+    dtypes = {weight.compute_dtype for weight in weights if weight.runtime.config.param_dtype is not None}
+    if len(dtypes) != 1:
+        return args, kwargs
+    (dtype,) = dtypes
+
+    def cast(value: object) -> object:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_float and value.dtype != dtype else value
+
+    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+
+
 def materialize(module: nn.Module, name: str) -> torch.Tensor:
     """The gathered weight ``name`` of ``module``, TP-local shape, in compute dtype; gradients flow back."""
     weight = weight_of(module, name)
@@ -130,6 +146,8 @@ def _autocast_dtype(device_type: str) -> torch.dtype | None:
 def _cast_inputs(x: torch.Tensor, bias: torch.Tensor | None, weight: ShardedWeight) -> tuple:
     """Inputs in the dtype that is computed in: autocast's, else ``param_dtype`` where one is set."""
     autocast = _autocast_dtype(x.device.type)
+    if torch.float64 in (x.dtype, weight.compute_dtype):  # autocast leaves these alone
+        autocast = None
     dtype = autocast or (weight.compute_dtype if weight.runtime.config.param_dtype is not None else None)
     if dtype is not None and x.is_floating_point() and x.dtype != dtype:
         x = x.to(dtype)
@@ -148,7 +166,7 @@ class _Linear(torch.autograd.Function):
         y = F.linear(x, w if dtype is None else w.to(dtype), bias)
         del w
         weight.runtime.release(lease)
-        ctx.weight, ctx.param, ctx.dtype = weight, param, dtype
+        ctx.weight, ctx.param, ctx.dtype, ctx.num_writes = weight, param, dtype, weight.num_writes
         ctx.save_for_backward(x if param.requires_grad else None)
         return y
 
@@ -164,6 +182,7 @@ class _Linear(torch.autograd.Function):
         weight.runtime.enter()
         grad_x = grad_weight = grad_bias = None
         if x_edge is not Edge.UNUSED:
+            weight.check_unwritten(ctx.num_writes)
             lease = weight.runtime.acquire(weight, Kind.BACKWARD)
             w = lease.read()
             grad_x = grad_y @ (w if ctx.dtype is None else w.to(ctx.dtype))

@@ -7,12 +7,16 @@ import weakref
 from typing import TypeVar
 
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from .runtime import Runtime
+from .config import GTPConfig
+from .layout import storage_mesh
+from .runtime import Domain, Runtime
 from .small import SmallParam
 from .weight import ShardedWeight
 
 STATE = "_gtp"  # the attribute, in a module's __dict__, that holds its ModuleState
+ROOT = "_gtp_root"  # the same for the RootState of a module that parallelize_module was called on
 Member = TypeVar("Member", ShardedWeight, SmallParam)
 
 
@@ -27,10 +31,6 @@ class ModuleState:
         self.weights: dict[str, ShardedWeight] = {}
         self.smalls: dict[str, SmallParam] = {}
         self.borrows: list[str] = []
-
-    def runtimes(self) -> list[Runtime]:
-        """Usually one."""
-        return [member.runtime for table in (self.weights, self.smalls) for member in table.values()]
 
     def __deepcopy__(self, memo: dict) -> ModuleState:
         """A copied model gets members of its own, bound to the copied parameters and to one copied runtime."""
@@ -70,7 +70,7 @@ def weight_of(module: nn.Module, name: str) -> ShardedWeight:
     """The weight behind ``module``'s parameter ``name`` as it is registered now."""
     state = module.__dict__[STATE]
     weight = state.weights[name]
-    if module._parameters[name] is not weight.param:
+    if module._parameters.get(name) is not weight.param:
         weight = state.weights[name] = _follow(weight, module, name, weight.runtime.live_weights())
     return weight
 
@@ -79,14 +79,19 @@ def small_of(module: nn.Module, name: str) -> SmallParam:
     """The whole parameter ``name`` of ``module`` as it is registered now."""
     state = module.__dict__[STATE]
     small = state.smalls[name]
-    if module._parameters[name] is not small.param:
+    if module._parameters.get(name) is not small.param:
         small = state.smalls[name] = _follow(small, module, name, small.runtime.live_smalls())
     return small
 
 
 def _follow(member: Member, module: nn.Module, name: str, peers) -> Member:
     """The member for a parameter that was replaced (``to_empty``, ``assign=True``), re-tied or untied."""
-    param = module._parameters[name]
+    param = module._parameters.get(name)
+    if param is None:
+        raise RuntimeError(
+            f"{member.fqn}: the parameter is gone from its module; a parametrization or pruning has to be registered "
+            "before GTPStyle"
+        )
     member.check_param(param)
     for peer in peers:
         if peer.param is param:
@@ -102,25 +107,90 @@ def _follow(member: Member, module: nn.Module, name: str, peers) -> Member:
     return twin
 
 
-def module_runtimes(root: nn.Module) -> list[Runtime]:
-    """The runtimes of the sharded modules below ``root``, each once, in the order of the modules."""
-    found: dict[Runtime, None] = {}
-    for module in root.modules():
-        state: ModuleState | None = module.__dict__.get(STATE)
-        if state is not None:
-            found.update(dict.fromkeys(state.runtimes()))
-    return list(found)
+class RootState:
+    """What the module that ``parallelize_module`` was called on keeps: its runtimes, and their members alive.
+
+    Members must live as long as they are part of the model on every rank alike. When garbage collection frees a module
+    differs between ranks, and so would their gathers, if the modules alone held the members.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self.runtimes: list[Runtime] = []
+        self.members: list[ShardedWeight | SmallParam] = []
+        # (mesh that parameters are stored on, the tensor-parallel mesh in it) by gtp axis
+        self._storage: dict[Domain, tuple[DeviceMesh, DeviceMesh | None]] = {}
+
+    def storage_for(self, domain: Domain, gtp_mesh: DeviceMesh, tp_mesh: DeviceMesh | None) -> DeviceMesh:
+        """The one mesh that this model's parameters on ``gtp_mesh`` are stored on; made on first use.
+
+        ``tp_mesh`` is None where no parameter shows a tensor-parallel axis any more: those were replaced before.
+        """
+        known = self._storage.get(domain)
+        if known is None or tp_mesh not in (None, known[1]):
+            mesh = storage_mesh(gtp_mesh, domain.transport.gather_group, tp_mesh)
+            known = self._storage[domain] = (mesh, tp_mesh)
+        return known[0]
+
+    def runtime_for(self, domain: Domain, config: GTPConfig) -> Runtime:
+        """The runtime of this axis and these settings; made on first use."""
+        for runtime in self.runtimes:
+            if runtime.domain is domain and runtime.config == config:
+                return runtime
+        runtime = Runtime(domain, config)
+        runtime.root_state = weakref.ref(self)
+        self.runtimes.append(runtime)
+        return runtime
+
+    def prune(self) -> None:
+        """Let go of members that are no longer part of the model."""
+        present = {id(member) for module in self.module().modules() for member in state_members(module)}
+        for member in self.members:
+            if id(member) not in present:
+                member.runtime.expel(member)
+        self.members = [member for member in self.members if id(member) in present]
+
+    def __deepcopy__(self, memo: dict) -> RootState:
+        copied = RootState(memo[id(self.module())])
+        memo[id(self)] = copied
+        copied._storage = dict(self._storage)
+        copied.runtimes = [copy.deepcopy(runtime, memo) for runtime in self.runtimes]
+        for member in self.members:
+            _copy_member(member, memo)
+        return copied
+
+
+def root_state(root: nn.Module) -> RootState:
+    """The RootState of ``root``, made on first use together with the hooks that tell when its forward runs."""
+    state = root.__dict__.get(ROOT)
+    if state is None:
+        state = root.__dict__[ROOT] = RootState(root)
+        root.register_forward_pre_hook(_enter_root)
+        root.register_forward_hook(_exit_root, always_call=True)
+    return state
+
+
+def _enter_root(module: nn.Module, args: tuple) -> None:
+    for runtime in module.__dict__[ROOT].runtimes:
+        runtime.enter_root()
+
+
+def _exit_root(module: nn.Module, args: tuple, output: object) -> None:
+    for runtime in module.__dict__[ROOT].runtimes:
+        runtime.exit_root()
+
+
+def state_members(module: nn.Module) -> list[ShardedWeight | SmallParam]:
+    """The members of one module."""
+    state: ModuleState | None = module.__dict__.get(STATE)
+    return [] if state is None else [*state.weights.values(), *state.smalls.values()]
+
+
+def model_members(model: nn.Module) -> list[ShardedWeight | SmallParam]:
+    """The members of ``model``, tied ones once, in the order of its modules."""
+    return list(dict.fromkeys(member for module in model.modules() for member in state_members(module)))
 
 
 def model_runtimes(model: nn.Module) -> list[Runtime]:
-    """Like :func:`module_runtimes`; those that can be one (same axis and settings) are merged, now that we know that
-    their modules belong to one model."""
-    merged: list[Runtime] = []
-    for runtime in module_runtimes(model):
-        for other in merged:
-            if other.domain is runtime.domain and other.config == runtime.config:
-                other.absorb(runtime)
-                break
-        else:
-            merged.append(runtime)
-    return merged
+    """The runtimes of ``model``'s members, each once. Usually one."""
+    return list(dict.fromkeys(member.runtime for member in model_members(model)))

@@ -14,7 +14,8 @@ import torch.nn as nn
 
 from . import functional
 from .init import logical_init
-from .members import STATE, ModuleState, weight_of
+from .members import STATE, ModuleState, small_of, weight_of
+from .modes import in_backward
 
 
 @contextmanager
@@ -24,25 +25,55 @@ def _exposed(module: nn.Module) -> Iterator[None]:
     The tensors sit in the instance's ``__dict__``, which attribute look-up sees before registered parameters, so
     ``named_parameters()`` and ``state_dict()`` meet the sharded ones all the while.
     """
-    holders = [module, *(module.get_submodule(name) for name in module.__dict__[STATE].borrows)]
+    state: ModuleState | None = module.__dict__.get(STATE)
+    holders = [module, *(module.get_submodule(name) for name in state.borrows)]
     saved: list[tuple[nn.Module, str, torch.Tensor | None]] = []
+    exposed: list[tuple[nn.Module, str, torch.Tensor, int]] = []
     try:
         for holder in holders:
-            state: ModuleState = holder.__dict__[STATE]
-            for name in (*state.weights, *state.smalls):
+            holder_state = holder.__dict__[STATE]
+            for name in (*holder_state.weights, *holder_state.smalls):
                 if holder._parameters.get(name) is None:
                     continue
-                use = functional.materialize if name in state.weights else functional.use_small
                 tensor = use(holder, name)
                 saved.append((holder, name, holder.__dict__.get(name)))
                 holder.__dict__[name] = tensor
+                exposed.append((holder, name, tensor, 0 if tensor.is_inference() else tensor._version))
+        _refresh_flat_weights(module)
         yield
+        for holder, name, tensor, version in exposed:
+            _check_not_written(holder, name, tensor, version)
     finally:
         for holder, name, before in reversed(saved):  # a module may be entered again inside its own forward
             if before is None:
                 del holder.__dict__[name]
             else:
                 holder.__dict__[name] = before
+        _refresh_flat_weights(module)
+
+
+def use(module: nn.Module, name: str) -> torch.Tensor:
+    """``module``'s parameter ``name`` as its forward sees it."""
+    sharded = name in module.__dict__[STATE].weights
+    return functional.materialize(module, name) if sharded else functional.use_small(module, name)
+
+
+def _refresh_flat_weights(module: nn.Module) -> None:
+    """Recurrent modules keep a list of what their attributes were: follow them in, and hold no gathered weight after."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+def _check_not_written(holder: nn.Module, name: str, tensor: torch.Tensor, version: int) -> None:
+    """A forward that writes into a gathered copy would lose what it wrote."""
+    state: ModuleState = holder.__dict__[STATE]
+    member = state.weights.get(name) or state.smalls[name]
+    is_copy = name in state.weights or tensor.dtype != member.param.dtype
+    if is_copy and not tensor.is_inference() and tensor._version != version:
+        raise RuntimeError(
+            f"{member.fqn}: the forward wrote into a gathered copy, which is thrown away; write into the parameter outside "
+            "the forward, or name it in exclude="
+        )
 
 
 def _forward_of(base: type[nn.Module]) -> Callable:
@@ -61,10 +92,23 @@ def sharded_class(base: type[nn.Module], explicit: bool) -> type[nn.Module]:
     else:
 
         def forward(self: nn.Module, *args, **kwargs):
+            args, kwargs = functional.cast_arguments(self, args, kwargs)
             with _exposed(self):
                 return base.forward(self, *args, **kwargs)
 
-    namespace = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
+    def __getattr__(self: nn.Module, name: str):
+        # A forward that checkpoints a method of its own: the recompute runs that method alone, outside of _exposed.
+        # Hooks that look at parameters inside a backward run without gradients and see the DTensor.
+        if in_backward() and torch.is_grad_enabled():
+            state = self.__dict__.get(STATE)
+            if state is not None and (name in state.weights or name in state.smalls):
+                if self._parameters.get(name) is not None:
+                    return use(self, name)
+        return base.__getattr__(self, name)
+
+    namespace = {
+        "forward": forward, "__getattr__": __getattr__, "__module__": base.__module__, "__doc__": base.__doc__,
+    }
     if hasattr(base, "reset_parameters"):
 
         def reset_parameters(self: nn.Module) -> None:
@@ -86,16 +130,14 @@ def _fill_padding_row(self: nn.Embedding) -> None:
     """Zero the padding row where it is stored: torch's indexing would zero a gathered copy of it."""
     if self.padding_idx is None:
         return
-    weight = self.__dict__[STATE].weights.get("weight")
-    with torch.no_grad():
-        if weight is None:
-            self._parameters["weight"]._local_tensor[self.padding_idx].fill_(0)
-            return
-        weight = weight_of(self, "weight")
-        row = self.padding_idx
-        if weight.tp is not None and weight.tp.placement.is_shard(0):
-            row -= weight.tp.mesh.get_local_rank() * -(-weight.spec.shape[0] // weight.tp.mesh.size())
-        start, length = weight.cut.rows_of(weight.runtime.transport.rank)
-        if start <= row < start + length:
-            weight.param._local_tensor[row - start].fill_(0)
-        weight.mark_changed()
+    state: ModuleState = self.__dict__[STATE]
+    member = weight_of(self, "weight") if "weight" in state.weights else small_of(self, "weight")
+    local = member.param._local_tensor
+    row = self.padding_idx
+    if member.tp is not None and member.tp.placement.is_shard(0):
+        row -= member.tp.mesh.get_local_rank() * -(-member.spec.shape[0] // member.tp.mesh.size())
+    if "weight" in state.weights:
+        row -= member.cut.rows_of(member.runtime.transport.rank)[0]
+    if 0 <= row < local.shape[0]:
+        with torch.no_grad():
+            local[row].fill_(0)

@@ -27,31 +27,38 @@ if TYPE_CHECKING:
     from .weight import ShardedWeight
 
 
-def grad_like(param: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """``local`` as a gradient of the DTensor ``param``: its mesh, placements and dtype."""
-    return DTensor(local.to(param.dtype), param._spec, requires_grad=False)
+def scaled(local: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """``scale * local`` in ``dtype``. ``local`` is ours to change.
 
-
-def accumulate(param: torch.Tensor, local: torch.Tensor, scale: float, fqn: str) -> None:
-    """``param.grad += scale * local``. ``local`` is ours to keep.
-
-    Raises:
-        RuntimeError: somebody put a gradient with other placements there, which torch would accept in silence.
+    Scaled in the wider of both dtypes: a sum may overflow the narrower one where its mean does not.
     """
+    local = local.to(torch.promote_types(local.dtype, dtype))
+    return (local.mul_(scale) if scale != 1.0 else local).to(dtype)
+
+
+def grad_like(param: torch.Tensor, local: torch.Tensor) -> DTensor:
+    """``local`` as a gradient of the DTensor ``param``: its mesh and placements."""
+    return DTensor(local, param._spec, requires_grad=False)
+
+
+def check_grad(param: torch.Tensor, fqn: str) -> None:
+    """Raise where somebody put a gradient with other placements there, which torch would accept in silence."""
     grad = param.grad
-    if grad is None:
-        local = local.to(param.dtype)  # before the scaling: a narrower dtype would round it
-        if scale != 1.0:
-            local.mul_(scale)
-        param.grad = grad_like(param, local)
-        return
-    if not isinstance(grad, DTensor) or grad._spec.placements != param._spec.placements:
+    if grad is not None and (not isinstance(grad, DTensor) or grad._spec.placements != param._spec.placements):
         found = grad._spec.placements if isinstance(grad, DTensor) else type(grad).__name__
         raise RuntimeError(
             f"{fqn}: .grad has placements {found}, the parameter {param._spec.placements}: set .grad to None or to a "
             "DTensor placed like the parameter"
         )
-    grad._local_tensor.add_(local, alpha=scale)
+
+
+def accumulate(param: torch.Tensor, local: torch.Tensor, scale: float) -> None:
+    """``param.grad += scale * local``. ``local`` is ours to keep."""
+    local = scaled(local, param.dtype, scale)
+    if param.grad is None:
+        param.grad = grad_like(param, local)
+    else:
+        param.grad._local_tensor.add_(local)
 
 
 @dataclass
@@ -85,7 +92,7 @@ class Reducer:
         """Before another unsharded gradient is allocated: wait for the oldest ones in flight."""
         limit = self._runtime.config.graph_wgrad_ring_size - 1
         while len(self.pending) > limit:
-            self.pending.popleft().transfer.wait()
+            self.pending.popleft().transfer.release()
 
     def launch(
         self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, returned: bool
@@ -99,6 +106,9 @@ class Reducer:
         transport = self._runtime.transport
         result: list[DTensor] = []
         void = [False]
+        if not returned:
+            check_grad(param, weight.fqn)
+        self.make_room()
         with plain_ops():
             buffer = self._reduction_input(weight, grad)
             out_dtype = buffer.dtype
@@ -114,15 +124,15 @@ class Reducer:
                 with plain_ops():
                     local = out if weight.num_local_rows == out.shape[0] else out[: weight.num_local_rows].clone()
                     if returned:
-                        result.append(grad_like(param, local.mul_(self.scale())))
+                        result.append(grad_like(param, scaled(local, param.dtype, self.scale())))
                     else:
-                        accumulate(param, local, self.scale(), weight.fqn)
+                        accumulate(param, local, self.scale())
 
             transfer = transport.reduce_scatter(out, buffer, finish, fp32_sum)
         weight.counters.num_reductions += 1
         weight.counters.reduce_bytes += buffer.numel() * buffer.element_size()
         if returned or not config.async_reduction:
-            transfer.wait()
+            transfer.release()
             return result[0] if returned else None
         self.pending.append(PendingReduction(weight, transfer, void))
         return None
@@ -140,6 +150,7 @@ class Reducer:
 
     def collect(self, small: SmallParam, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Add this use's gradient to what the end of the backward reduces."""
+        check_grad(param, small.fqn)
         with plain_ops():
             local, owes_tp_sum = small.local_grad(grad)
             local = local.to(small.reduce_dtype)
@@ -163,47 +174,61 @@ class Reducer:
             if owes_tp_sum:
                 dist.all_reduce(local, group=small.tp.mesh.get_group())
             self._runtime.transport.all_reduce(local)
-            return grad_like(param, local.mul_(self.scale()))
+            return grad_like(param, scaled(local, param.dtype, self.scale()))
 
     def _reduce_small(self) -> None:
         """One all-reduce over gtp for all of them (one a dtype); before it, one over tp for those that owe it."""
-        entries = sorted(self.small.items(), key=lambda item: (not item[1][1], item[0][0].index))
+        entries = sorted(self.small.items(), key=lambda item: (not item[1][1], item[0][0].serial))
         self.small = {}
-        by_dtype: dict[torch.dtype, list[tuple[SmallParam, nn.Parameter, torch.Tensor, bool]]] = {}
+        self._runtime.check_small_peers([small for (small, _), _ in entries])
+        groups: dict[tuple, list[tuple[SmallParam, nn.Parameter, torch.Tensor, bool]]] = {}
         for (small, param), (local, owes) in entries:
-            by_dtype.setdefault(local.dtype, []).append((small, param, local, owes))
-        for group in by_dtype.values():
+            key = (local.dtype, small.tp.mesh.get_group().group_name if owes else None)
+            groups.setdefault(key, []).append((small, param, local, owes))
+        for (dtype, tp_group), group in groups.items():
+            if tp_group is not None:
+                flat = torch.cat([local.reshape(-1) for _, _, local, _ in group])
+                dist.all_reduce(flat, group=group[0][0].tp.mesh.get_group())
+                parts = flat.split([local.numel() for _, _, local, _ in group])
+                whole = [(s, p, part.view(local.shape), False) for (s, p, local, _), part in zip(group, parts)]
+                groups[dtype, tp_group] = whole
+        for dtype in dict.fromkeys(dtype for dtype, _ in groups):
+            group = [entry for (of, _), entries in groups.items() if of == dtype for entry in entries]
             flat = torch.cat([local.reshape(-1) for _, _, local, _ in group])
-            num_partial = sum(local.numel() for _, _, local, owes in group if owes)
-            if num_partial:
-                dist.all_reduce(flat[:num_partial], group=group[0][0].tp.mesh.get_group())
             self._runtime.transport.all_reduce(flat)
-            scale = self.scale()
             parts = flat.split([local.numel() for _, _, local, _ in group])
-            for (small, param, local, _), part in zip(group, parts):
-                accumulate(param, part.view(local.shape).clone(), scale, small.fqn)
+            for (_, param, local, _), part in zip(group, parts):
+                accumulate(param, part.view(local.shape).clone(), self.scale())
             self._runtime.counters.num_small_reductions += 1
 
     # ---- draining
 
     def drain(self) -> None:
-        """Wait for and accumulate everything. Nothing is pending afterwards."""
-        while self.pending:
-            self.pending.popleft().transfer.wait()
-        if self.small:
-            with plain_ops():
-                self._reduce_small()
+        """Wait for and accumulate everything. Nothing is pending afterwards, also if it raises."""
+        try:
+            while self.pending:
+                self.pending.popleft().transfer.release()
+            if self.small:
+                with plain_ops():
+                    self._reduce_small()
+        except BaseException:
+            self.void()
+            raise
         assert self.num_pending == 0
 
     def void(self) -> None:
-        """Wait for and drop everything: the backward that launched it raised."""
+        """Wait for and drop what is not in ``.grad`` yet: the backward that launched it raised.
+
+        As everywhere in PyTorch, ``.grad`` may hold a part of such a backward's gradients (on a GPU all that were
+        launched): ``zero_grad()`` before the next one.
+        """
         while self.pending:
             reduction = self.pending.popleft()
             reduction.void[0] = True
-            reduction.transfer.wait()
+            reduction.transfer.release()
         self.small = {}
 
 
 def wants_gradient_returned(param: nn.Parameter) -> bool:
-    """Whether hooks on ``param`` must see the reduced gradient, so that autograd has to accumulate it itself."""
-    return bool(getattr(param, "_backward_hooks", None)) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
+    """Whether autograd has to get the reduced gradient itself: hooks must see it, or it flows on from a non-leaf."""
+    return not param.is_leaf or bool(getattr(param, "_backward_hooks", None)) or bool(getattr(param, "_post_accumulate_grad_hooks", None))

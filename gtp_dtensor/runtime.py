@@ -6,12 +6,14 @@ that several models and meshes live in one process without seeing each other, an
 
 from __future__ import annotations
 
+import copy
+import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -22,6 +24,9 @@ from .schedule import IN_BACKWARD, Kind, Schedule
 from .small import SmallParam
 from .transport import CollectiveTransport
 from .weight import Lease, ShardedWeight
+
+if TYPE_CHECKING:
+    from .members import RootState
 
 
 @dataclass
@@ -36,13 +41,13 @@ class RuntimeCounters:
 
 
 class Domain:
-    """What all models on one gtp axis of one mesh share: communicators, side streams, and the backward in progress."""
+    """What all models on one gtp axis of one mesh share: communicators and side streams."""
 
     def __init__(self, gtp_mesh: DeviceMesh, device: torch.device) -> None:
         self.transport = CollectiveTransport(gtp_mesh.get_group(), device)
         self.device = device
-        # (graph task, runtime) of the newest backward: runtimes that meet in one backward serve one model
-        self.newest_backward: tuple[int, weakref.ref[Runtime]] | None = None
+        # Numbers members in the order of their making, which is the same on all ranks, for good.
+        self.serials = itertools.count()
 
     def __deepcopy__(self, memo: dict) -> Domain:
         return self
@@ -92,20 +97,25 @@ class Runtime:
         self.schedule = Schedule()
         self.reducer = Reducer(self)
         self.counters = RuntimeCounters()
-        # Weights are held by the modules that own them; a freed one leaves a dead reference, so indices are stable.
+        # Members are held by their root and by the modules that own them; never by us, or nothing would be freed.
         self.weights: list[weakref.ref[ShardedWeight]] = []
         self.smalls: list[weakref.ref[SmallParam]] = []
+        self.root_state: Callable[[], RootState | None] = lambda: None
         self._kept_bytes = 0
-        self._keep_limit: int | None = None
-        self._num_roots = 1  # modules that a style was applied to
-        self._passes = 0  # forwards of the root module entered so far
-        self._passes_seen = 0
+        self._largest_bytes = 0
+        self._depth = 0  # of the root's forward, outside backwards
+        self._starts_pass = False  # the next use is the first of a pass
+        self._has_optimizer = False  # an optimizer stepped on our weights
+        self._mispredictions_pruned = 0
         self._backwards: dict[int, weakref.ref[_BackwardEnd]] = {}
         self._watch_optimizers()
 
     def __deepcopy__(self, memo: dict) -> Runtime:
         copied = Runtime(self.domain, self.config)
         memo[id(self)] = copied
+        state = self.root_state()
+        if state is not None and id(state.module()) in memo:  # else a part of the model is copied, without its root
+            copied.root_state = weakref.ref(copy.deepcopy(state, memo))
         return copied
 
     # ---- membership
@@ -119,38 +129,57 @@ class Runtime:
     def adopt(self, member: ShardedWeight | SmallParam) -> None:
         """Make ``member`` ours, with the next index of its kind."""
         table = self.weights if isinstance(member, ShardedWeight) else self.smalls
-        member.runtime = self
         member.index = len(table)
+        member.serial = next(self.domain.serials)
         table.append(weakref.ref(member))
-        self._keep_limit = None
+        if isinstance(member, ShardedWeight):
+            self._largest_bytes = max(self._largest_bytes, member.gathered_bytes)
+        state = self.root_state()
+        if state is not None:
+            state.members.append(member)
 
-    def absorb(self, other: Runtime) -> None:
-        """Take over everything of ``other``, which serves the same model. Both schedules start afresh."""
-        for weight in other.live_weights():
-            for lease in (weight.next_lease, weight.kept_lease):
-                if lease is not None:
-                    other.drop(lease)
-        for member in (*other.live_weights(), *other.live_smalls()):
-            self.adopt(member)
-        self.reducer.pending.extend(other.reducer.pending)
-        self.reducer.small.update(other.reducer.small)
-        other.reducer = Reducer(other)
-        self.schedule = Schedule()
-        self._num_roots += other._num_roots
-        for name in vars(self.counters):
-            setattr(self.counters, name, getattr(self.counters, name) + getattr(other.counters, name))
-        other.counters = RuntimeCounters()
-        other.weights, other.smalls = [], []
+    def expel(self, member: ShardedWeight | SmallParam) -> None:
+        """``member`` left the model; nothing of it may be gathered ahead any more."""
+        table = self.weights if isinstance(member, ShardedWeight) else self.smalls
+        table[member.index] = lambda: None
+        if isinstance(member, ShardedWeight):
+            member.drop_leases()
 
     # ---- passes and backwards
 
-    def begin_pass(self) -> None:
-        """The root module's forward is entered from outside a backward: prefetching never crosses this line.
+    def enter_root(self) -> None:
+        """The root's forward begins. Outside of it, and of backwards, nothing is gathered ahead."""
+        if in_backward():
+            return
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._starts_pass = True
+        if self.counters.num_mispredictions != self._mispredictions_pruned:  # perhaps the model has changed
+            self._mispredictions_pruned = self.counters.num_mispredictions
+            state = self.root_state()
+            if state is not None:
+                state.prune()
+        # Writes that leave no trace (param.data, foreach kernels, an EMA) are common before an evaluation and in models
+        # that no optimizer trains: there the copies are made anew each pass. In training the optimizer signals.
+        if not (torch.is_grad_enabled() and self._has_optimizer):
+            self.distrust_copies()
 
-        Where styles were applied to several modules of one model, none of their forwards is the model's.
-        """
-        if self._num_roots == 1 and not in_backward():
-            self._passes += 1
+    def exit_root(self) -> None:
+        """The root's forward is over, or raised: only what its backward will read may stay gathered."""
+        if in_backward():
+            return
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0:
+            for weight in self.live_weights():
+                lease = weight.next_lease
+                if lease is not None and not (lease.kind is Kind.BACKWARD and torch.is_grad_enabled()):
+                    self.drop(lease)
+
+    def distrust_copies(self) -> None:
+        """Rewrite each compute shard before its next gather."""
+        for weight in self.live_weights():
+            weight.distrust_copy()
 
     def forward_kind(self) -> Kind:
         """The kind of a forward use that happens now."""
@@ -170,18 +199,9 @@ class Runtime:
             self._void()
         if task == -1:
             return
-        self._meet(task)
         end = _BackwardEnd(self, task)
         self._backwards[task] = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-
-    def _meet(self, task: int) -> None:
-        newest = self.domain.newest_backward
-        if newest is not None and newest[0] == task:
-            other = newest[1]()
-            if other is not None and other is not self and other.config == self.config:
-                self.absorb(other)
-        self.domain.newest_backward = (task, weakref.ref(self))
 
     def end_backward(self, task: int) -> None:
         """A backward ended. Where it was a part of another (reentrant checkpointing), the other one drains."""
@@ -210,16 +230,15 @@ class Runtime:
         ``may_keep``: a recompute's lease may stay for the weight's backward use.
         """
         self.enter()
-        starts_pass = self._passes != self._passes_seen
-        self._passes_seen = self._passes
+        starts_pass, self._starts_pass = self._starts_pass, False
         if not self.schedule.record(weight.index, kind, starts_pass):
             self.counters.num_mispredictions += 1
             self._free_mispredicted(weight)
         weight.notice_writes()
+        if self._depth == 0 and not in_backward():
+            weight.distrust_copy()
         lease = self._take(weight, kind)
         if lease is None:
-            if self.config.check_param_states:
-                weight.check_copy()
             lease = self._gather(weight, kind, prefetched=False)
             weight.counters.num_on_demand_gathers += 1
         elif lease.prefetched:
@@ -252,6 +271,9 @@ class Runtime:
     def _gather(self, weight: ShardedWeight, kind: Kind, prefetched: bool) -> Lease:
         if weight.needs_refresh:
             self.refresh_copies()
+        if self.config.check_param_states:
+            weight.check_copy()
+            self._check_peers([weight], kind.name.lower() + " use")
         counters = weight.counters
         if kind is Kind.BACKWARD:
             counters.num_backward_gathers += 1
@@ -259,7 +281,30 @@ class Runtime:
             counters.num_recompute_gathers += 1
         else:
             counters.num_forward_gathers += 1
-        return weight.gather(prefetched)
+        return weight.gather(kind, prefetched)
+
+    def _check_peers(self, members: list[ShardedWeight] | list[SmallParam], what: str) -> None:
+        """Debug check (``check_param_states``): every rank of the axis is about to communicate the same thing.
+
+        Raises:
+            RuntimeError: they differ; on every rank, with the FQNs of both sides where this rank knows them.
+        """
+        names = {member.serial: member.fqn for member in (*self.live_weights(), *self.live_smalls())}
+        with plain_ops():
+            everyones = self.transport.exchange([member.serial for member in members] or [-1])
+        mine = everyones[self.transport.rank]
+        for rank, theirs in enumerate(everyones):
+            if theirs != mine:
+                mine_named, theirs_named = ([names.get(serial, f"#{serial}") for serial in one] for one in (mine, theirs))
+                raise RuntimeError(
+                    f"ranks of the gtp axis use different weights: {what} of {mine_named} on rank {self.transport.rank} of "
+                    f"the axis, of {theirs_named} on rank {rank}; all of them must run the same modules in the same order"
+                )
+
+    def check_small_peers(self, smalls: list[SmallParam]) -> None:
+        """As :meth:`_check_peers`, for the coalesced gradients of whole parameters."""
+        if self.config.check_param_states:
+            self._check_peers(smalls, "gradients")
 
     def refresh_copies(self) -> None:
         """Rewrite every compute shard that is out of date, all in one foreach copy."""
@@ -272,6 +317,8 @@ class Runtime:
     # ---- looking ahead
 
     def _prefetch(self, current: Kind) -> None:
+        if self._depth == 0 and not in_backward():
+            return  # a module called by itself: what comes next is up to the user's code
         for ahead in range(self.config.look_ahead):
             use = self.schedule.peek(ahead)
             if use is None or use.starts_pass:
@@ -294,14 +341,10 @@ class Runtime:
                 self.drop(weight.next_lease)
 
     def _has_room_to_keep(self, weight: ShardedWeight) -> bool:
-        if weight.kept_lease is not None:
-            return False
-        if self._keep_limit is None:
-            limit = self.config.recompute_keep_bytes
-            if limit is None:
-                limit = 8 * max((w.gathered_bytes for w in self.live_weights()), default=0)
-            self._keep_limit = limit
-        return self._kept_bytes + weight.gathered_bytes <= self._keep_limit
+        limit = self.config.recompute_keep_bytes
+        if limit is None:
+            limit = 8 * self._largest_bytes
+        return weight.kept_lease is None and self._kept_bytes + weight.gathered_bytes <= limit
 
     def _keep(self, weight: ShardedWeight, lease: Lease) -> None:
         weight.kept_lease = lease
@@ -321,9 +364,13 @@ class Runtime:
 
     def free_unused_leases(self) -> None:
         for weight in self.live_weights():
-            for lease in (weight.next_lease, weight.kept_lease):
-                if lease is not None:
-                    self.drop(lease)
+            weight.drop_leases()
+
+    def reset_counters(self) -> None:
+        """All to zero; the peak of gathered bytes starts at what is gathered now."""
+        live = self.counters.live_lease_bytes
+        self.counters = RuntimeCounters(live_lease_bytes=live, peak_lease_bytes=live)
+        self._mispredictions_pruned = 0
 
     def account_lease(self, num_bytes: int) -> None:
         counters = self.counters
@@ -338,8 +385,10 @@ class Runtime:
 
         def before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
             runtime = this()
-            if runtime is not None and runtime.reducer.num_pending and not in_backward():
-                runtime.finalize()
+            if runtime is not None:
+                _refuse_replaced_params(optimizer)
+                if runtime.reducer.num_pending and not in_backward():
+                    runtime.finalize()
 
         def after(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
             runtime = this()
@@ -351,12 +400,28 @@ class Runtime:
 
     def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
         by_id = {id(weight.param): weight for weight in self.live_weights()}
-        stepped = False
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                weight = by_id.get(id(param))
-                if weight is not None:
-                    weight.mark_changed()
-                    stepped = True
-        if stepped:
-            self.schedule.mark_step()
+        stepped = [by_id[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in by_id]
+        if not stepped:
+            return
+        for weight in stepped:
+            if weight.param.grad is not None:
+                weight.num_writes += 1
+        # All of them: an optimizer may have been given fewer parameters on a rank whose shards are empty.
+        for weight in self.live_weights():
+            weight.mark_changed()
+        self._has_optimizer = True
+        self.schedule.mark_step()
+
+
+SUCCESSOR = "_gtp_successor"  # left on a parameter that GTPStyle replaced: a weak reference to its member
+
+
+def _refuse_replaced_params(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            member = getattr(param, SUCCESSOR, lambda: None)()
+            if member is not None:
+                raise RuntimeError(
+                    f"{member.fqn}: this optimizer was built before GTPStyle replaced the model's parameters and would "
+                    "train nothing; build it from model.parameters() afterwards"
+                )

@@ -26,6 +26,7 @@ class SmallParam:
     def __init__(self, runtime: Runtime, index: int, fqn: str, param: nn.Parameter, tp: TPLayout | None) -> None:
         self.runtime = runtime
         self.index = index
+        self.serial = -1  # unique in the domain, given by the runtime that adopts this
         self.fqn = fqn
         self.param = param
         self.spec: DTensorSpec = param._spec
@@ -39,7 +40,8 @@ class SmallParam:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        return self.runtime.config.reduce_dtype or self.param.dtype
+        dtype = self.param.dtype
+        return self.runtime.config.reduce_dtype or dtype if dtype.is_floating_point else dtype
 
     def add_owner(self, module: nn.Module, name: str) -> None:
         self.owners.append((weakref.ref(module), name))

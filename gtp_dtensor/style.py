@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,12 +17,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.parallel import parallelize_module as _torch_parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from .config import GTPConfig
-from .layout import RowCut, TPLayout, check_gtp_mesh, gtp_axis_name, storage_mesh, tp_layout
-from .members import STATE, ModuleState
+from .layout import RowCut, TPLayout, check_gtp_mesh, gtp_axis_name, tp_layout
+from .members import STATE, ModuleState, root_state
 from .modules import has_explicit_forward, sharded_class
-from .runtime import Runtime, domain_of
+from .runtime import SUCCESSOR, domain_of
 from .small import SmallParam
 from .weight import ShardedWeight
 
@@ -28,15 +33,17 @@ logger = logging.getLogger(__name__)
 
 # Wrappers that insert a segment of their own into parameter names.
 _WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-# Left on a replaced parameter, so that a style on another module that still holds it keeps the tie.
-_SUCCESSOR = "_gtp_successor"
+# Hooks of torch's older utilities, which set a plain attribute before each forward.
+_HOOKS_THAT_COMPUTE_WEIGHTS = (WeightNorm, SpectralNorm, BasePruningMethod)
 ModuleFilter = Callable[[str, nn.Module], bool] | Sequence[str]
 
 
 class GTPStyle(ParallelStyle):
     """Generalized tensor parallelism as a ``ParallelStyle``: ZeRO-3 on a model-parallel axis, one weight at a time.
 
-    ``parallelize_module(model, mesh["gtp"], GTPStyle())`` replaces, in place, every parameter below ``model``:
+    ``parallelize_module(model, mesh["gtp"], GTPStyle())`` replaces, in place, every parameter below ``model``. A plan
+    may name modules instead; all styles of one call, and of later calls on the same ``model``, share one schedule, which
+    looks ahead inside that model's forward and its backward.
 
     * a large weight (2-D or more, ``min_numel`` elements or more) by a DTensor whose rows are cut over the axis,
       ``Shard(0)``; it is gathered for each use and its gradient is reduce-scattered;
@@ -52,7 +59,8 @@ class GTPStyle(ParallelStyle):
         config: settings; ``GTPConfig()`` where None.
         modules: which modules' weights are sharded: a predicate ``(fqn, module) -> bool`` or FQN patterns of modules
             (``fnmatch``). None: all. Weights of other modules stay whole.
-        exclude: FQN patterns of weights that stay whole.
+        exclude: FQN patterns of weights that stay whole. Names, here and in ``modules``, begin below the module that the
+            style is applied to.
         min_numel: weights with fewer elements stay whole.
         replicate_mesh: not served by this release.
         optimizer_shard_mesh: not served by this release.
@@ -96,7 +104,10 @@ class GTPStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Called by ``parallelize_module``."""
         check_gtp_mesh(device_mesh)
-        plan = _Plan(self, module, device_mesh)
+        root, plan_dict = _outermost_call(module)
+        if plan_dict is not None:
+            check_plan_keys(root, plan_dict)
+        plan = _Plan(self, root, module, device_mesh)
         if device_mesh.size() == 1:
             return module  # off is off: parameters, random numbers and results stay bit-identical
         plan.check()
@@ -114,23 +125,58 @@ def clean_fqn(name: str) -> str:
     return name
 
 
+def _outermost_call(module: nn.Module) -> tuple[nn.Module, dict | None]:
+    """(model, plan) of the ``parallelize_module`` call that is in progress; ``module`` itself where there is none.
+
+    torch hands a style nothing but the module that it is for. The model is needed to tell which modules belong together
+    (one schedule, one storage mesh) and what their parameters are called.
+    """
+    code = inspect.unwrap(_torch_parallelize_module).__code__
+    frame = sys._getframe(2)  # of the caller of _apply
+    root, plan = module, None
+    while frame is not None and frame.f_code is code:
+        root, plan = frame.f_locals["module"], frame.f_locals["parallelize_plan"]
+        frame = frame.f_back
+    return root, plan if isinstance(plan, dict) else None
+
+
+def check_plan_keys(root: nn.Module, plan: dict[str, ParallelStyle]) -> None:
+    """Raise ``ValueError`` for a key that matches no module below ``root``; torch only warns."""
+    for key in plan:
+        level = [root]
+        for depth, token in enumerate(key.split(".") if key else []):
+            names = [name for parent in level for name, _ in parent.named_children()]
+            level = [c for parent in level for n, c in parent.named_children() if fnmatch.fnmatch(n, token)]
+            if not level:
+                prefix = ".".join(key.split(".")[:depth])
+                raise ValueError(
+                    f"parallelize_module: plan key '{key}' matches no module: nothing below '{prefix}' is called "
+                    f"'{token}'; names there are {', '.join(map(repr, dict.fromkeys(names))) or '(none)'}"
+                )
+
+
 class _Plan:
     """Which parameters of a module tree are sharded, decided and checked before anything is changed."""
 
-    def __init__(self, style: GTPStyle, root: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, style: GTPStyle, root: nn.Module, module: nn.Module, mesh: DeviceMesh) -> None:
+        self.style = style
         self.root = root
+        self.module = module
         self.mesh = mesh
         self.axis = f"mesh axis '{gtp_axis_name(mesh)}' of size {mesh.size()}"
-        # (module, its name, parameter name, FQN, parameter), tied parameters once for each owner
-        self.entries: list[tuple[nn.Module, str, str, str, nn.Parameter]] = []
-        for module_name, module in root.named_modules():
-            for name, param in module._parameters.items():
+        prefix = next((f"{name}." for name, below in root.named_modules() if below is module and name), "")
+        # (module, its name, parameter name, the parameter's name below ``module``, its FQN, parameter); tied parameters
+        # once for each owner
+        self.entries: list[tuple[nn.Module, str, str, str, str, nn.Parameter]] = []
+        for owner_name, owner in module.named_modules():
+            for name, param in owner._parameters.items():
                 if param is not None:
-                    fqn = clean_fqn(f"{module_name}.{name}" if module_name else name)
-                    self.entries.append((module, clean_fqn(module_name), name, fqn, param))
-        self.borrows = dict(_borrowed_children(root))
+                    below = clean_fqn(f"{owner_name}.{name}" if owner_name else name)
+                    self.entries.append((owner, clean_fqn(owner_name), name, below, clean_fqn(prefix) + below, param))
+        self.borrows = dict(_borrowed_children(module))
         self.sharded = self._choose(style)
         self.tp: dict[int, TPLayout | None] = {}
+        self.tp_mesh: DeviceMesh | None = None
 
     def _choose(self, style: GTPStyle) -> set[int]:
         """ids of the parameters that are sharded. A tied parameter is, where any of its owners says so."""
@@ -145,10 +191,10 @@ class _Plan:
                         f"{', '.join(sorted(names)[:5])}"
                     )
         sharded = set()
-        for module, module_name, _, fqn, param in self.entries:
+        for module, module_name, _, below, _, param in self.entries:
             if param.dim() < 2 or param.numel() < max(style.min_numel, 1) or not param.is_floating_point():
                 continue
-            if any(fnmatch.fnmatchcase(fqn, pattern) for pattern in style.exclude):
+            if any(fnmatch.fnmatchcase(below, pattern) for pattern in style.exclude):
                 continue
             if callable(style.modules):
                 chosen = style.modules(module_name, module)
@@ -161,19 +207,10 @@ class _Plan:
     def check(self) -> None:
         """Everything that can be refused is refused here."""
         if not self.entries:
-            raise ValueError(f"GTPStyle: {type(self.root).__name__} has no parameters to put on {self.axis}")
-        for module, _, name, fqn, param in self.entries:
+            raise ValueError(f"GTPStyle: {type(self.module).__name__} has no parameters to put on {self.axis}")
+        for module, _, name, _, fqn, param in self.entries:
             what = f"{fqn} of shape {tuple(param.shape)}"
-            if STATE in module.__dict__:
-                raise ValueError(
-                    f"{what} was given to a GTPStyle before: apply one style to the root (its options modules= and "
-                    "exclude= choose weights), or one to each of several modules that do not contain each other"
-                )
-            if "forward" in module.__dict__:
-                raise ValueError(
-                    f"{what} on {self.axis}: its module's forward was replaced on the instance, which would bypass the "
-                    "gather; define forward on the class, or replace it after GTPStyle"
-                )
+            self._check_module(module, what)
             if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
                 raise ValueError(
                     f"{what} has gradient hooks, and {self.axis} replaces the parameter: register them afterwards"
@@ -183,24 +220,67 @@ class _Plan:
             self.tp[id(param)] = tp_layout(param, self.mesh, fqn)
             local = param._local_tensor if isinstance(param, DTensor) else param
             if type(local) not in (torch.Tensor, nn.Parameter):
+                raise ValueError(f"{what} on {self.axis} is a {type(local).__name__}, a kind of tensor not served yet")
+            if local.device.type not in (self.mesh.device_type, "meta"):
                 raise ValueError(
-                    f"{what} on {self.axis} is a {type(local).__name__}: weights of such types are not served yet; "
-                    f"name it in exclude= to keep it whole" if id(param) in self.sharded else
-                    f"{what} is a {type(local).__name__}, which is not served yet"
+                    f"{what} is on {local.device} and {self.axis} on {self.mesh.device_type}: move the model there before "
+                    "GTPStyle, or build it on the meta device"
                 )
             if id(param) in self.sharded:
                 self._check_sharded(module, what, local)
-        meshes = {layout.mesh for layout in self.tp.values() if layout is not None}
+            self._check_tie(param)
+        self._find_tp_mesh()
+
+    def _check_module(self, module: nn.Module, what: str) -> None:
+        if STATE in module.__dict__:
+            raise ValueError(
+                f"{what} was given to a GTPStyle before: apply one style to the root (its options modules= and "
+                "exclude= choose weights), or one to each of several modules that do not contain each other"
+            )
+        if "forward" in module.__dict__:
+            raise ValueError(
+                f"{what} on {self.axis}: its module's forward was replaced on the instance, which would bypass the "
+                "gather; define forward on the class, or replace it after GTPStyle"
+            )
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, _HOOKS_THAT_COMPUTE_WEIGHTS):
+                raise ValueError(
+                    f"{what} on {self.axis}: a {type(hook).__name__} hook computes a weight from it outside of forward; use "
+                    "torch.nn.utils.parametrizations (or parametrize) instead, before GTPStyle"
+                )
+
+    def _check_tie(self, param: nn.Parameter) -> None:
+        member = getattr(param, SUCCESSOR, lambda: None)()
+        if member is not None and member.runtime.config != self.style.config:
+            raise ValueError(
+                f"{member.fqn} is tied to a parameter of {type(self.module).__name__} under another GTPConfig: apply one "
+                "style to a module that contains both"
+            )
+
+    def _find_tp_mesh(self) -> None:
+        """The tensor-parallel mesh of the whole model, so that all its parameters are stored on one mesh."""
+        meshes = dict.fromkeys(layout.mesh for layout in self.tp.values() if layout is not None)
+        for param in self.root.parameters():
+            if isinstance(param, DTensor) and param.device_mesh.ndim == 1 and id(param) not in self.tp:
+                if not set(param.device_mesh.mesh.tolist()) & set(self.mesh.mesh.tolist()) - {dist.get_rank()}:
+                    meshes.setdefault(param.device_mesh)
         if len(meshes) > 1:
             raise ValueError(
-                f"GTPStyle: parameters lie on {len(meshes)} different tensor-parallel meshes "
-                f"({', '.join(str(m.mesh_dim_names) for m in meshes)}); apply one style to the modules of each"
+                f"GTPStyle: parameters of one model lie on {len(meshes)} different tensor-parallel meshes "
+                f"({', '.join(str(m.mesh_dim_names) for m in meshes)}); call parallelize_module once for each of its parts, "
+                "on that part itself"
             )
+        self.tp_mesh = next(iter(meshes), None)
 
     def _check_sharded(self, module: nn.Module, what: str, local: torch.Tensor) -> None:
         if isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None):
             option = "sparse=True" if module.sparse else "max_norm"
             raise ValueError(f"{what} on {self.axis}: nn.Embedding({option}) cannot be sharded; name it in exclude=")
+        if isinstance(module, nn.Embedding) and module.scale_grad_by_freq and isinstance(module.weight, DTensor):
+            raise ValueError(
+                f"{what} on {self.axis}: nn.Embedding(scale_grad_by_freq=True) cannot be tensor parallel, since no rank sees "
+                "how often a token occurs; name it in exclude=, or leave it out of the tensor-parallel plan"
+            )
         if isinstance(module, nn.EmbeddingBag) and (module.sparse or module.max_norm is not None):
             raise ValueError(f"{what} on {self.axis}: EmbeddingBag with sparse or max_norm cannot be sharded")
         if not local.is_contiguous():
@@ -212,10 +292,14 @@ class _Plan:
 
 def _borrowed_children(root: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
     """Modules that read the parameters of children without calling them, with the names of those children."""
+    containers = (nn.ParameterList, nn.ParameterDict)
     for module in root.modules():
-        names = [
-            name for name, child in module.named_children() if isinstance(child, (nn.ParameterList, nn.ParameterDict))
-        ]
+        if isinstance(module, containers):
+            continue
+        names = []
+        for name, child in module.named_children():
+            if isinstance(child, containers):  # which may hold others of their kind
+                names += [f"{name}.{below}" if below else name for below, _ in child.named_modules()]
         if isinstance(module, nn.MultiheadAttention):
             names.append("out_proj")
         if names:
@@ -230,18 +314,19 @@ class _Application:
         self.plan = plan
         self.mesh = mesh
         self.domain = domain_of(mesh)
-        self.runtime = Runtime(self.domain, style.config)
-        tp_mesh = next((layout.mesh for layout in plan.tp.values() if layout is not None), None)
-        self.storage = storage_mesh(mesh, self.domain.transport.gather_group, tp_mesh)
+        state = root_state(plan.root)
+        self.runtime = state.runtime_for(self.domain, style.config)
+        self.storage = state.storage_for(self.domain, mesh, plan.tp_mesh)
         self.members: dict[int, ShardedWeight | SmallParam] = {}
+        self.general: set[str] = set()  # classes with sharded weights whose computation we do not know
 
     def run(self) -> None:
-        for module, _, name, fqn, param in self.plan.entries:
-            member = self.members.get(id(param)) or self._converted_elsewhere(param)
+        for module, _, name, _, fqn, param in self.plan.entries:
+            member = self.members.get(id(param)) or getattr(param, SUCCESSOR, lambda: None)()  # tied to another module
             if member is None:
                 member = self._convert(fqn, param)
                 self.runtime.adopt(member)
-                setattr(param, _SUCCESSOR, weakref.ref(member))
+                setattr(param, SUCCESSOR, weakref.ref(member))
             self.members[id(param)] = member
             module._parameters[name] = member.param
             member.add_owner(module, name)
@@ -251,30 +336,22 @@ class _Application:
             children = [name for name in children if STATE in module.get_submodule(name).__dict__]
             if children:
                 self._state(module).borrows = children
-        for module in self.plan.root.modules():
+        for module in self.plan.module.modules():
             if STATE in module.__dict__:
                 self._change_class(module)
-        self.plan.root.register_forward_pre_hook(_begin_pass)
+            if isinstance(module, nn.TransformerEncoderLayer):
+                module.activation_relu_or_gelu = 0  # torch's own switch from its fused kernel, which reads the children
         self._report()
-
-    def _converted_elsewhere(self, param: nn.Parameter) -> ShardedWeight | SmallParam | None:
-        """What an earlier style, on another module, made of a parameter that is tied to this one."""
-        member = getattr(param, _SUCCESSOR, lambda: None)()
-        if member is not None and member.runtime is not self.runtime:
-            if member.runtime.domain is not self.domain or member.runtime.config != self.runtime.config:
-                raise ValueError(
-                    f"{member.fqn} is tied to a parameter that another GTPStyle put on another mesh axis or under another "
-                    "config: apply one style to a module that contains both"
-                )
-            self.runtime.absorb(member.runtime)
-        return member
 
     def _state(self, module: nn.Module) -> ModuleState:
         return module.__dict__.setdefault(STATE, ModuleState(module))
 
     def _change_class(self, module: nn.Module) -> None:
-        state = module.__dict__[STATE]
+        state: ModuleState = module.__dict__[STATE]
+        # Whether an autograd function of ours computes the module, so that no gathered weight is saved for backward.
         explicit = has_explicit_forward(module) and "weight" in state.weights and not state.borrows
+        if state.weights and not explicit:
+            self.general.add(type(module).__name__)
         module.__class__ = sharded_class(type(module), explicit)
 
     def _convert(self, fqn: str, param: nn.Parameter) -> ShardedWeight | SmallParam:
@@ -308,27 +385,19 @@ class _Application:
         meta = TensorMeta(old.shape, old.stride(), old.dtype)
         spec = DTensorSpec(self.storage, placements, tensor_meta=meta)
         new = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=old.requires_grad)
-        new.__dict__.update({key: value for key, value in old.__dict__.items() if key not in ("_is_param", _SUCCESSOR)})
+        new.__dict__.update({key: value for key, value in old.__dict__.items() if key not in ("_is_param", SUCCESSOR)})
         return new
 
     def _report(self) -> None:
-        """A missing axis must not silently mean "not sharded": say what was done, once, on the axis' first rank."""
+        """A missing axis must not silently mean "not sharded": say what was done, once, on the first rank."""
         weights = [m for m in self.members.values() if isinstance(m, ShardedWeight)]
         numel = sum(w.spec.shape.numel() for w in weights)
         if dist.get_rank() == 0:
             logger.info(
-                "GTP: %d weights (%s elements) sharded over %s, %d parameters whole",
+                "GTP: %d weights (%s elements) sharded over %s, %d parameters whole%s",
                 len(weights), f"{numel:,}", self.plan.axis, len(self.members) - len(weights),
+                f"; what {', '.join(sorted(self.general))} save for backward stays gathered" if self.general else "",
             )
-
-
-def _begin_pass(module: nn.Module, args: tuple) -> None:
-    """Forward pre-hook of a module that a style was applied to."""
-    for below in module.modules():
-        state: ModuleState | None = below.__dict__.get(STATE)
-        if state is not None:
-            state.runtimes()[0].begin_pass()
-            return
 
 
 def parallelize_module(
@@ -343,15 +412,5 @@ def parallelize_module(
         ValueError: a key of the plan matches nothing; nothing has been changed then.
     """
     if isinstance(parallelize_plan, dict):
-        for key in parallelize_plan:
-            level = [module]
-            for depth, token in enumerate(key.split(".") if key else []):
-                names = [name for parent in level for name, _ in parent.named_children()]
-                level = [c for parent in level for n, c in parent.named_children() if fnmatch.fnmatch(n, token)]
-                if not level:
-                    prefix = ".".join(key.split(".")[:depth])
-                    raise ValueError(
-                        f"parallelize_module: plan key '{key}' matches no module: nothing below '{prefix}' is called "
-                        f"'{token}'; names there are {', '.join(map(repr, dict.fromkeys(names))) or '(none)'}"
-                    )
+        check_plan_keys(module, parallelize_plan)
     return _torch_parallelize_module(module, device_mesh, parallelize_plan, **kwargs)

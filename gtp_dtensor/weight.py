@@ -33,6 +33,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from .layout import RowCut, TPLayout
 from .modes import plain_ops
+from .schedule import Kind
 from .transport import Transfer
 
 if TYPE_CHECKING:
@@ -73,10 +74,13 @@ class WeightCounters:
 class Lease:
     """One gathered weight in memory; see [Note: life of a lease]."""
 
-    __slots__ = ("weight", "generation", "prefetched", "num_bytes", "state", "_buffer", "_transfer", "__weakref__")
+    __slots__ = ("weight", "kind", "generation", "prefetched", "num_bytes", "state", "_buffer", "_transfer", "__weakref__")
 
-    def __init__(self, weight: ShardedWeight, buffer: torch.Tensor, transfer: Transfer, prefetched: bool) -> None:
+    def __init__(
+        self, weight: ShardedWeight, kind: Kind, buffer: torch.Tensor, transfer: Transfer, prefetched: bool
+    ) -> None:
         self.weight = weight
+        self.kind = kind  # of the use that it was gathered for
         self.generation = weight.generation
         self.prefetched = prefetched
         self.num_bytes = buffer.numel() * buffer.element_size()
@@ -109,14 +113,14 @@ class Lease:
     def end(self) -> None:
         """READY or IN_FLIGHT -> ENDED. The buffer is let go once the computing stream is ordered after the gather."""
         self._to(LeaseState.ENDED)
-        self._transfer.wait()
-        self._transfer.tensors = ()
+        self._transfer.release()
         self._buffer = None
         self.weight.runtime.account_lease(-self.num_bytes)
 
     def __del__(self) -> None:
-        # A lease of the general path is held by the graph node that saved the gathered tensor, and ends with it.
-        if self._buffer is not None and self.state is LeaseState.READY:
+        # A lease of the general path is held by the graph node that saved the gathered tensor, and ends with it. One in
+        # flight dies with its model: a GPU's stream has to be told; a CPU's collective holds its own tensors.
+        if self._buffer is not None and (self.state is LeaseState.READY or self._buffer.is_cuda):
             self.end()
 
 
@@ -141,6 +145,8 @@ class ShardedWeight:
         self.tp_local_shape = torch.Size((cut.num_rows, *param._local_tensor.shape[1:]))
         self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
         self.counters = WeightCounters()
+        self.serial = -1  # unique in the domain, given by the runtime that adopts this
+        self.num_writes = 0  # how often its values really changed
         self.generation = 0
         self.next_lease: Lease | None = None  # gathered ahead of its use
         self.kept_lease: Lease | None = None  # gathered for recompute, waiting for its backward use
@@ -196,6 +202,7 @@ class ShardedWeight:
     def replace_param(self, param: nn.Parameter) -> None:
         """Use ``param`` from now on (its layout was checked)."""
         self.param = param
+        self.num_writes += 1
         self.mark_changed()
 
     def mark_changed(self) -> None:
@@ -203,6 +210,10 @@ class ShardedWeight:
         self._versions = self._read_versions()
         self._local = weakref.ref(self.param._local_tensor)
         self.generation += 1
+        self.drop_leases()
+
+    def drop_leases(self) -> None:
+        """End the leases that wait for a use."""
         for lease in (self.next_lease, self.kept_lease):
             if lease is not None:
                 self.runtime.drop(lease)
@@ -211,8 +222,21 @@ class ShardedWeight:
         """Compare version counters. Signals (optimizer step, refresh) call :meth:`mark_changed` themselves, because
         foreach and fused kernels leave the counters of a DTensor and of its local tensor unchanged."""
         versions = self._read_versions()
-        if versions is None or versions != self._versions or self._local() is not self.param._local_tensor:
+        if versions is None:
             self.mark_changed()
+        elif versions != self._versions or self._local() is not self.param._local_tensor:
+            self.num_writes += 1
+            self.mark_changed()
+
+    def check_unwritten(self, num_writes: int) -> None:
+        """Raise where the weight was written since a forward that saw ``num_writes`` writes: its backward would read
+        other values than it."""
+        self.notice_writes()
+        if self.num_writes != num_writes:
+            raise RuntimeError(
+                f"{self.fqn}: the weight was modified between a forward and its backward, by an optimizer step, a write "
+                "or a load; the gradient of the input needs the values that the forward read"
+            )
 
     def _read_versions(self) -> tuple[int, int] | None:
         """None for inference tensors, which count no versions: those are taken as written at each use."""
@@ -225,6 +249,10 @@ class ShardedWeight:
     def is_shard_sent_as_is(self) -> bool:
         local = self.param._local_tensor
         return local.dtype == self.compute_dtype and local.shape[0] == self.cut.padded and local.is_contiguous()
+
+    def distrust_copy(self) -> None:
+        """The shard may have been written without a trace."""
+        self._copy_generation = -1
 
     @property
     def needs_refresh(self) -> bool:
@@ -259,12 +287,12 @@ class ShardedWeight:
 
     # ---- leases
 
-    def gather(self, prefetched: bool) -> Lease:
+    def gather(self, kind: Kind, prefetched: bool) -> Lease:
         """Issue a gather of the (fresh) compute shard."""
         with plain_ops():
             shard = self.compute_shard()
             buffer = torch.empty(self.buffer_shape, dtype=shard.dtype, device=shard.device)
             transfer = self.runtime.transport.all_gather(buffer, shard.detach())
-        lease = Lease(self, buffer, transfer, prefetched)
+        lease = Lease(self, kind, buffer, transfer, prefetched)
         self.counters.gather_bytes += lease.num_bytes
         return lease

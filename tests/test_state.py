@@ -26,6 +26,7 @@ from gtp_dtensor import (
     schedule_table,
     stats,
 )
+from gtp_dtensor.schedule import Kind
 from tests.harness import ranks
 from tests.models import MLP, TinyLlama
 from tests.reference import build_pair, full, full_parameters, local_slice, train_beside_reference
@@ -176,6 +177,9 @@ def test_checked_states_find_a_write_without_a_signal(mesh):
     config = GTPConfig(param_dtype=torch.bfloat16, check_param_states=True, weight_prefetch=False)
     parallelize_module(model, mesh, GTPStyle(config))
     x = torch.randn(2, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x).float().sum().backward()
+    optimizer.step()  # from here on the optimizer is trusted to signal
     model(x)
     versions = [(p._version, p._local_tensor._version) for p in model.parameters()]
     with torch.no_grad():
@@ -193,7 +197,7 @@ def test_checked_states_find_an_illegal_transition(mesh):
         model = nn.Sequential(nn.Linear(64, 64))
         parallelize_module(model, mesh, GTPStyle(GTPConfig(check_param_states=checked)))
         weight = model[0]._gtp.weights["weight"]
-        lease = weight.gather(prefetched=False)
+        lease = weight.gather(Kind.FORWARD, prefetched=False)
         with pytest.raises(RuntimeError, match="0.weight: read of a gathered weight that is 'in flight'"):
             lease.read()
         lease.wait()

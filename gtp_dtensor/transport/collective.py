@@ -23,33 +23,49 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Transfer:
-    """One collective in flight, with the tensors it reads and writes, which must outlive it."""
+    """One collective in flight, with the tensors it reads and writes, which must outlive it.
 
-    __slots__ = ("_work", "_event", "_finish", "tensors")
+    On a GPU it remembers the stream that its tensors were allocated on: their memory returns to that stream's pool.
+    """
+
+    __slots__ = ("_work", "_event", "_finish", "_home", "_waited", "tensors")
 
     def __init__(
         self,
         work: dist.Work | None,
         event: torch.cuda.Event | None,
+        home: torch.cuda.Stream | None,
         tensors: tuple[torch.Tensor, ...],
         finish: Callable[[], None] | None = None,
     ) -> None:
         self._work = work
         self._event = event
+        self._home = home
         self._finish = finish
+        self._waited = False
         self.tensors = tensors
 
     def wait(self) -> None:
-        """Order what the current stream (on a CPU: the caller) does next after the transfer. Idempotent."""
+        """Order what the current stream (on a CPU: the caller) does next after the transfer. Idempotent on a CPU."""
         if self._event is not None:
             self._event.wait()
-            self._event = None
-        elif self._work is not None:
+        elif not self._waited:
+            self._waited = True
             self._work.wait()
-            self._work = None
             if self._finish is not None:
                 self._finish()
-                self._finish = None
+
+    def release(self) -> None:
+        """Let go of the tensors, whose readers are enqueued on the current stream: their memory may be reused by what
+        the stream they were allocated on does next."""
+        self.wait()
+        if self._home is not None:
+            current = torch.cuda.current_stream(self._home.device)
+            if current != self._home:
+                self._home.wait_event(self._event)
+                self._home.wait_event(current.record_event())
+        self.tensors = ()
+        self._finish = None
 
 
 class CollectiveTransport:
@@ -76,11 +92,12 @@ class CollectiveTransport:
         group = self.gather_group
         if self._gather_stream is None:
             work = _all_gather(buffer, shard, group=group, async_op=True)
-            return Transfer(work, None, (buffer, shard))
-        self._gather_stream.wait_stream(torch.cuda.current_stream(self.device))
+            return Transfer(work, None, None, (buffer, shard))
+        home = torch.cuda.current_stream(self.device)
+        self._gather_stream.wait_stream(home)
         with torch.cuda.stream(self._gather_stream):
             _all_gather(buffer, shard, group=group)
-            return Transfer(None, self._gather_stream.record_event(), (buffer, shard))
+            return Transfer(None, self._gather_stream.record_event(), home, (buffer, shard))
 
     def reduce_scatter(
         self, out: torch.Tensor, buffer: torch.Tensor, finish: Callable[[], None], fp32_sum: bool = False
@@ -109,16 +126,23 @@ class CollectiveTransport:
             finish()
 
         if self._reduce_stream is None:
-            return Transfer(collective(async_op=True), None, (out, buffer, scratch), after)
-        self._reduce_stream.wait_stream(torch.cuda.current_stream(self.device))
+            return Transfer(collective(async_op=True), None, None, (out, buffer, scratch), after)
+        home = torch.cuda.current_stream(self.device)
+        self._reduce_stream.wait_stream(home)
         with torch.cuda.stream(self._reduce_stream):
             collective(async_op=False)
             after()
-            return Transfer(None, self._reduce_stream.record_event(), (out, buffer, scratch))
+            return Transfer(None, self._reduce_stream.record_event(), home, (out, buffer, scratch))
 
     def all_reduce(self, buffer: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
         """Sum ``buffer`` in place over the axis (or over another axis' ``group``), ordered on the current stream."""
         dist.all_reduce(buffer, group=group or self.reduce_group)
+
+    def exchange(self, numbers: list[int]) -> list[list[int]]:
+        """Every rank's ``numbers``, in rank order. Stops the host; for debug checks."""
+        everyones: list = [None] * self.size
+        dist.all_gather_object(everyones, numbers, group=self.gather_group)
+        return everyones
 
     def process_groups(self) -> list[dist.ProcessGroup]:
         """The communicators in use, so that an integration can set their time-outs."""
