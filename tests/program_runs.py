@@ -65,7 +65,7 @@ class Run:
         self.rank, self.num_peers, self.num_samples = rank, num_peers, num_samples
         self.trace = Trace()
         self.parameters = list(model.parameters())
-        self.optimizer = torch.optim.SGD(self.parameters, lr=1.0)
+        self.optimizer = torch.optim.SGD(self.parameters, lr=1.0, foreach=program.foreach)
         self._generator = torch.Generator().manual_seed(program.seed)
         for index, kind in program.hooks:
             parameter = self.parameters[index % len(self.parameters)]

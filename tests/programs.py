@@ -117,6 +117,7 @@ class Program:
         steps: at most ``MAX_STEPS``.
         config: options of ``GTPConfig``; dtypes by name.
         min_numel: weights with fewer elements stay whole.
+        foreach: the optimizer steps by foreach kernels, which leave no trace in a tensor's version counter.
         cast_input: the input reaches the sharded model in the dtype it computes in, else in float32.
         seed: of weights and data.
     """
@@ -128,6 +129,7 @@ class Program:
     hooks: tuple[tuple[int, str], ...] = ()
     config: dict = field(default_factory=dict)
     min_numel: int = 1
+    foreach: bool = False
     cast_input: bool = False
     seed: int = 0
 

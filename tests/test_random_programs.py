@@ -127,6 +127,7 @@ def programs(draw, world_size: int) -> Program:
         hooks=() if freezes else draw(st.one_of(st.just(()), _tuples(hooks, 1, 2))),
         config=config,
         min_numel=min_numel,
+        foreach=draw(st.booleans()),
         # Linears that stay whole do not cast their input, see test_whole_linear_takes_float32_input.
         cast_input=min_numel > 1 or draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
@@ -154,6 +155,13 @@ _PROGRAM = Program(
 
 def test_fixed_program_is_right(rank_pool):
     assert rank_pool.run(2, run_program, _PROGRAM) == [[], []]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("config", [{}, {"param_dtype": "float64"}, {"pad_for_alignment": 3}], ids=str)
+def test_steps_of_every_kind_reach_the_next_forward(rank_pool, config, foreach):
+    program = replace(_PROGRAM, steps=(_PROGRAM.steps[0],) * MAX_STEPS, config=config, foreach=foreach)
+    assert rank_pool.run(2, run_program, program) == [[], []]
 
 
 @pytest.mark.parametrize("tamper, where", [("swap", "output"), ("skip_step", "weight"), ("scale", "gradient")])
