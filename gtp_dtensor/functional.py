@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from .members import STATE, small_of, weight_of
+from .members import small_of, state_members, weight_of
 from .reduce import wants_gradient_returned
 from .schedule import Kind
 from .small import SmallParam
@@ -49,8 +49,9 @@ def engine_edges() -> list[Edge]:
 
 
 def _param_edge(param: nn.Parameter, edge: Edge) -> Edge:
-    """Like the engine, drop the gradient of a leaf that was frozen after the forward."""
-    return edge if param.requires_grad or edge is Edge.CAPTURED else Edge.UNUSED
+    """Like the engine, drop the gradient of a leaf that was frozen after the forward, unless hooks wait for it."""
+    wanted = param.requires_grad or edge is Edge.CAPTURED or wants_gradient_returned(param)
+    return edge if wanted else Edge.UNUSED
 
 
 def _reduce_weight_grad(
@@ -115,10 +116,10 @@ class _Materialize(torch.autograd.Function):
 
 
 def cast_arguments(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Floating-point tensors among a forward's arguments in the dtype that its sharded weights are gathered in, where
-    ``param_dtype`` sets one: FSDP2 does the same at the border of a module."""
-    weights = module.__dict__[STATE].weights.values()
-    dtypes = {weight.compute_dtype for weight in weights if weight.runtime.config.param_dtype is not None}
+    """Floating-point tensors among a forward's arguments in the dtype that its weights (parameters of two dims or more)
+    are computed with, where ``param_dtype`` sets one: FSDP2 does the same at the border of a module."""
+    members = [member for member in state_members(module) if member.runtime.config.param_dtype is not None]
+    dtypes = {member.compute_dtype for member in members if len(member.spec.shape) > 1}
     if len(dtypes) != 1:
         return args, kwargs
     (dtype,) = dtypes

@@ -1,0 +1,294 @@
+#!/usr/bin/env python
+"""Step time, host time and memory of GTP beside its peers, measured one after the other in the same process.
+
+    python scripts/bench.py --mode fake --world 64                      # one GPU (or CPU), one rank of a large world
+    torchrun --nproc_per_node 4 scripts/bench.py --mode shared          # ranks that share one GPU
+    torchrun --nproc_per_node 8 scripts/bench.py --mode real            # a GPU each
+    torchrun --nproc_per_node 2 scripts/bench.py --mode cpu --layers 2 --dim 256 --ffn 688 --heads 8 --kv-heads 4
+
+The model is a stack of Llama blocks (default: 12 with the shape of Llama 3 8B), forward and backward, on random data.
+Peers: no sharding, FSDP2 with one group a block, FSDP2 with one group a linear. In the fake world no bytes move, so that
+mode tells host time, memory and the schedule, not communication; ranks that share a GPU tell correctness and host time.
+
+"step" is the time of forward and backward with the device waited for; "host" is the time until both are enqueued, at a
+size so small that the device never makes the host wait; both are medians. "us/use" is what a use of a weight costs the
+host: (host - host of no sharding) / (gathers of the step).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from gtp_dtensor import GTPConfig, GTPStyle, reset_stats, stats
+
+CONTESTANTS = ("none", "fsdp_block", "fsdp_linear", "gtp")
+
+
+class Block(nn.Module):
+    """One pre-norm Llama block. x (batch, tokens, dim) -> the same."""
+
+    def __init__(self, dim: int, ffn: int, num_heads: int, num_kv_heads: int) -> None:
+        super().__init__()
+        self.head_dim = dim // num_heads
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.wq = nn.Linear(dim, dim, bias=False)
+        self.wk = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(dim, dim, bias=False)
+        self.w1 = nn.Linear(dim, ffn, bias=False)
+        self.w3 = nn.Linear(dim, ffn, bias=False)
+        self.w2 = nn.Linear(ffn, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.attention_norm(x)
+        q, k, v = (w(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.wo(h.transpose(1, 2).flatten(2))
+        h = self.ffn_norm(x)
+        return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
+
+
+class Stack(nn.Module):
+    """The blocks, one after the other."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(args.dim, args.ffn, args.heads, args.kv_heads) for _ in range(args.layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def build(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """The model, sharded as the contestant does. Sharded ones keep float32 parameters and compute in bfloat16; the
+    unsharded floor has bfloat16 parameters."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Stack(args)
+    if contestant == "gtp":
+        config = GTPConfig(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, look_ahead=args.look_ahead,
+            calculate_per_token_loss=True,
+        )
+        parallelize_module(model, mesh, GTPStyle(config), src_data_rank=None)
+    elif contestant.startswith("fsdp"):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            if contestant == "fsdp_linear":
+                for linear in block.modules():
+                    if isinstance(linear, nn.Linear):
+                        fully_shard(linear, mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    else:
+        model = model.bfloat16()
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for param in model.parameters():
+            local = param._local_tensor if hasattr(param, "_local_tensor") else param
+            local.normal_(std=0.02) if param.dim() > 1 else local.fill_(1.0)
+    return model
+
+
+@dataclass
+class Row:
+    """One line of the table. Times are milliseconds, memory is GiB, host_us_per_use microseconds."""
+
+    contestant: str
+    tokens: int
+    step_ms: float
+    host_ms: float
+    peak_allocated_gib: float
+    peak_reserved_gib: float
+    num_uses: int
+    host_us_per_use: float | None = None
+    over_floor: float | None = None
+
+
+def measure(model: nn.Module, tokens: int, args: argparse.Namespace, device: torch.device) -> tuple[float, float]:
+    """(median seconds of a step, median seconds until the host has enqueued it)."""
+    is_cuda = device.type == "cuda"
+    x = torch.randn(1, tokens, args.dim, device=device, dtype=torch.bfloat16)
+    grad = torch.randn_like(x)
+    steps, hosts = [], []
+    for step in range(args.warmup + args.steps):
+        for param in model.parameters():
+            param.grad = None
+        if is_cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        model(x).backward(grad)
+        enqueued = time.perf_counter()
+        if is_cuda:
+            torch.cuda.synchronize()
+        if step >= args.warmup:
+            steps.append(time.perf_counter() - start)
+            hosts.append(enqueued - start)
+    return statistics.median(steps), statistics.median(hosts)
+
+
+def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> list[Row]:
+    """All sizes of one contestant."""
+    model = build(contestant, args, mesh, device)
+    rows = []
+    host_s = measure(model, args.host_tokens, args, device)[1]
+    for tokens in args.tokens:
+        measure_memory = device.type == "cuda"
+        if measure_memory:
+            torch.cuda.reset_peak_memory_stats()
+        reset_stats(model)
+        step_s, _ = measure(model, tokens, args, device)
+        gathers = stats(model)
+        num_gathers = gathers.num_forward_gathers + gathers.num_recompute_gathers + gathers.num_backward_gathers
+        num_linears = sum(isinstance(module, nn.Linear) for module in model.modules())
+        rows.append(Row(
+            contestant, tokens, step_s * 1e3, host_s * 1e3,
+            torch.cuda.max_memory_allocated() / 2**30 if measure_memory else 0.0,
+            torch.cuda.max_memory_reserved() / 2**30 if measure_memory else 0.0,
+            # FSDP2 does not count; a use is the same thing there: a linear's forward or input gradient
+            round(num_gathers / (args.warmup + args.steps)) or 2 * num_linears,
+        ))
+    del model
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """The rows, readable."""
+    head = f"{'contestant':<12} {'tokens':>6} {'step ms':>9} {'/floor':>7} {'host ms':>9} {'us/use':>8} {'alloc GiB':>10} {'resv GiB':>9}"
+    lines = [head]
+    for row in rows:
+        floor = "" if row.over_floor is None else f"{row.over_floor:.3f}"
+        use = "" if row.host_us_per_use is None else f"{row.host_us_per_use:.1f}"
+        lines.append(
+            f"{row.contestant:<12} {row.tokens:>6} {row.step_ms:>9.2f} {floor:>7} {row.host_ms:>9.2f} {use:>8} "
+            f"{row.peak_allocated_gib:>10.2f} {row.peak_reserved_gib:>9.2f}"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows: list[Row], path: Path, title: str) -> bool:
+    """Bars of step time and host cost. False where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    contestants = list(dict.fromkeys(row.contestant for row in rows))
+    for index, contestant in enumerate(contestants):
+        mine = [row for row in rows if row.contestant == contestant]
+        places = [place + index * 0.8 / len(contestants) for place in range(len(mine))]
+        left.bar(places, [row.step_ms for row in mine], 0.8 / len(contestants), label=contestant)
+    left.set_xticks([place + 0.3 for place in range(len(mine))], [str(row.tokens) for row in mine])
+    left.set(xlabel="tokens a rank", ylabel="forward + backward, ms", title=title)
+    left.legend()
+    with_use = {row.contestant: row.host_us_per_use for row in rows if row.host_us_per_use is not None}
+    right.bar(list(with_use), list(with_use.values()))
+    right.set(ylabel="host microseconds a use", title="host cost")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def start(args: argparse.Namespace) -> torch.device:
+    """The process group of the mode; returns this rank's device."""
+    on_gpu = args.mode != "cpu" and torch.cuda.is_available()
+    if args.mode in ("shared", "real") and not on_gpu:
+        raise SystemExit(f"bench.py: --mode {args.mode} needs a GPU; torch finds none")
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    if args.mode == "shared":  # NCCL refuses two ranks on one GPU unless it takes them for two hosts
+        os.environ.update(
+            NCCL_HOSTID=str(rank), NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1"
+        )
+        local_rank = 0
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if args.mode == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=0, world_size=args.world, store=FakeStore())
+    else:
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    return device
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=("fake", "shared", "real", "cpu"), default="fake")
+    parser.add_argument("--world", type=int, default=64, help="ranks of the fake world")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--dim", type=int, default=4096)
+    parser.add_argument("--ffn", type=int, default=14336)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--tokens", type=lambda s: [int(t) for t in s.split(",")], default=[1024, 2048, 4096])
+    parser.add_argument("--host-tokens", type=int, default=16, help="size at which host time is measured")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--look-ahead", type=int, default=1)
+    parser.add_argument("--contestants", type=lambda s: s.split(","), default=list(CONTESTANTS))
+    parser.add_argument("--out", type=Path, default=None, help="folder for bench.json and bench.png")
+    args = parser.parse_args()
+    unknown = set(args.contestants) - set(CONTESTANTS)
+    if unknown:
+        parser.error(f"--contestants: {', '.join(unknown)}: choose from {', '.join(CONTESTANTS)}")
+    if args.steps < 10:
+        parser.error(f"--steps {args.steps}: medians of fewer than 10 steps say little")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    device = start(args)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("gtp",))
+    rows = [row for contestant in args.contestants for row in run(contestant, args, mesh, device)]
+    floor = {row.tokens: row for row in rows if row.contestant == "none"}
+    for row in rows:
+        base = floor.get(row.tokens)
+        if base is not None and row is not base:
+            row.over_floor = row.step_ms / base.step_ms
+            row.host_us_per_use = (row.host_ms - base.host_ms) * 1e3 / row.num_uses
+    if dist.get_rank() == 0:
+        name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+        title = f"{name}, {args.mode}, {dist.get_world_size()} ranks, torch {torch.__version__}"
+        print(title, f"{args.layers} blocks, dim {args.dim}, ffn {args.ffn}", sep="\n")
+        print(table(rows), flush=True)
+        if args.out is not None:
+            args.out.mkdir(parents=True, exist_ok=True)
+            report = {"title": title, "options": {**vars(args), "out": None}, "rows": [asdict(row) for row in rows]}
+            (args.out / "bench.json").write_text(json.dumps(report, indent=1))
+            if not plot(rows, args.out / "bench.png", title):
+                print("no bench.png: matplotlib is not installed")
+    if args.mode == "fake":
+        os._exit(0)
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    os._exit(0)  # the plain teardown of communicators that share a GPU hangs
+
+
+if __name__ == "__main__":
+    main()
