@@ -27,6 +27,16 @@ def plain_ops() -> Iterator[None]:
         yield
 
 
+_NO_ANNOTATION = contextlib.nullcontext()
+
+
+def annotation(what: str, fqn: str) -> contextlib.AbstractContextManager:
+    """A range ``gtp::what fqn`` in the trace of a running profiler; costs next to nothing where none runs."""
+    if not torch.autograd._profiler_enabled():
+        return _NO_ANNOTATION
+    return torch.profiler.record_function(f"gtp::{what} {fqn}")
+
+
 def in_backward() -> bool:
     """Whether the autograd engine is running: a forward that runs now is a recompute."""
     return torch._C._current_graph_task_id() != -1

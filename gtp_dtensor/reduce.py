@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .modes import plain_ops
+from .modes import annotation, plain_ops
 from .transport import Transfer
 
 if TYPE_CHECKING:
@@ -128,7 +128,8 @@ class Reducer:
                     else:
                         accumulate(param, local, self.scale())
 
-            transfer = transport.reduce_scatter(out, buffer, finish, fp32_sum)
+            with annotation("reduce", weight.fqn):
+                transfer = transport.reduce_scatter(out, buffer, finish, fp32_sum)
         weight.counters.num_reductions += 1
         weight.counters.reduce_bytes += buffer.numel() * buffer.element_size()
         if returned or not config.async_reduction:

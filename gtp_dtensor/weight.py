@@ -32,12 +32,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from .layout import RowCut, TPLayout
-from .modes import plain_ops
+from .modes import annotation, plain_ops
 from .schedule import Kind
 from .transport import Transfer
 
 if TYPE_CHECKING:
     from .runtime import Runtime
+
+
+# Names of ranges in a profiler's trace.
+_GATHERS = {kind: f"{kind.name.lower()} gather" for kind in Kind}
 
 
 class LeaseState(Enum):
@@ -289,7 +293,7 @@ class ShardedWeight:
 
     def gather(self, kind: Kind, prefetched: bool) -> Lease:
         """Issue a gather of the (fresh) compute shard."""
-        with plain_ops():
+        with plain_ops(), annotation(_GATHERS[kind], self.fqn):
             shard = self.compute_shard()
             buffer = torch.empty(self.buffer_shape, dtype=shard.dtype, device=shard.device)
             transfer = self.runtime.transport.all_gather(buffer, shard.detach())

@@ -35,6 +35,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from gtp_dtensor import GTPConfig, GTPStyle, reset_stats, stats
+from shared_gpu import share_gpu
 
 CONTESTANTS = ("none", "fsdp_block", "fsdp_linear", "gtp")
 
@@ -165,11 +166,29 @@ def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: tor
             # FSDP2 does not count; a use is the same thing there: a linear's forward or input gradient
             round(num_gathers / (args.warmup + args.steps)) or 2 * num_linears,
         ))
+    if args.trace is not None and contestant == "gtp":
+        write_trace(model, args, device)
     del model
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return rows
+
+
+def write_trace(model: nn.Module, args: argparse.Namespace, device: torch.device) -> None:
+    """Three steps of the largest size, for scripts/overlap.py and for a trace viewer."""
+    from torch.profiler import ProfilerActivity, profile
+
+    x = torch.randn(1, max(args.tokens), args.dim, device=device, dtype=torch.bfloat16)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with profile(activities=activities) as profiler:
+        for _ in range(3):
+            model(x).backward(torch.ones_like(x))
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        args.trace.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(args.trace))
 
 
 def table(rows: list[Row]) -> str:
@@ -217,11 +236,9 @@ def start(args: argparse.Namespace) -> torch.device:
     on_gpu = args.mode != "cpu" and torch.cuda.is_available()
     if args.mode in ("shared", "real") and not on_gpu:
         raise SystemExit(f"bench.py: --mode {args.mode} needs a GPU; torch finds none")
-    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-    if args.mode == "shared":  # NCCL refuses two ranks on one GPU unless it takes them for two hosts
-        os.environ.update(
-            NCCL_HOSTID=str(rank), NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1"
-        )
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if args.mode == "shared":
+        share_gpu()
         local_rank = 0
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -251,6 +268,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--look-ahead", type=int, default=1)
     parser.add_argument("--contestants", type=lambda s: s.split(","), default=list(CONTESTANTS))
     parser.add_argument("--out", type=Path, default=None, help="folder for bench.json and bench.png")
+    parser.add_argument("--trace", type=Path, default=None, help="file for a profiler trace of three steps of gtp (rank 0)")
     args = parser.parse_args()
     unknown = set(args.contestants) - set(CONTESTANTS)
     if unknown:
@@ -278,7 +296,7 @@ def main() -> None:
         print(table(rows), flush=True)
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
-            report = {"title": title, "options": {**vars(args), "out": None}, "rows": [asdict(row) for row in rows]}
+            report = {"title": title, "options": {**vars(args), "out": None, "trace": None}, "rows": [asdict(row) for row in rows]}
             (args.out / "bench.json").write_text(json.dumps(report, indent=1))
             if not plot(rows, args.out / "bench.png", title):
                 print("no bench.png: matplotlib is not installed")

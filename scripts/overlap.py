@@ -1,0 +1,120 @@
+#!/usr/bin/env python
+"""How much of GTP's communication a GPU trace shows hidden behind matrix products.
+
+    python scripts/overlap.py trace.json [--at-least 0.9]
+
+Reads a trace of torch.profiler (CPU and CUDA activities). For each gather and reduction it finds the NCCL kernel that
+the range ``gtp::...`` launched, and whether a GEMM kernel ran at the same time. The first gather of each pass, and the
+first and last communication of each backward, have nothing to hide behind; all others are interior. Exits with 1 where
+fewer interior ones than ``--at-least`` overlap a GEMM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import gzip
+import json
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass
+
+GEMM = re.compile(r"gemm|cutlass|nvjet|xmma|cublas|wgrad|dgrad", re.IGNORECASE)
+
+
+@dataclass
+class Communication:
+    """One gather or reduction: what the range was called, and when its kernel ran (microseconds)."""
+
+    what: str
+    fqn: str
+    issued: float
+    start: float
+    end: float
+    overlap: float = 0.0
+    interior: bool = True
+
+
+def read_trace(path: str) -> list[dict]:
+    """The complete events of a trace, plain or gzipped."""
+    opener = gzip.open if path.endswith(".gz") else open
+    with opener(path, "rt") as file:
+        return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+
+
+def communications(events: list[dict]) -> list[Communication]:
+    """Every gather and reduction with its NCCL kernel, by the time the kernel was launched."""
+    ranges: dict[tuple, list[tuple[float, float, str]]] = {}
+    launches: dict[int, dict] = {}
+    for event in events:
+        if event.get("cat") == "user_annotation" and event["name"].startswith("gtp::"):
+            ranges.setdefault((event["pid"], event["tid"]), []).append(
+                (event["ts"], event["ts"] + event["dur"], event["name"])
+            )
+        elif event.get("cat") == "cuda_runtime" and "correlation" in event.get("args", {}):
+            launches[event["args"]["correlation"]] = event
+    for spans in ranges.values():
+        spans.sort()
+    found = []
+    for event in events:
+        if event.get("cat") != "kernel" or "nccl" not in event["name"].lower():
+            continue
+        launch = launches.get(event["args"].get("correlation"))
+        spans = ranges.get((launch["pid"], launch["tid"]), []) if launch else []
+        place = bisect.bisect_right(spans, (launch["ts"], float("inf"), "")) - 1 if spans else -1
+        if place >= 0 and spans[place][1] >= launch["ts"]:
+            what, _, fqn = spans[place][2].removeprefix("gtp::").rpartition(" ")
+            found.append(Communication(what, fqn, launch["ts"], event["ts"], event["ts"] + event["dur"]))
+    return sorted(found, key=lambda one: one.issued)
+
+
+def mark(found: list[Communication], events: list[dict]) -> None:
+    """Fill in the overlap with GEMMs (share of the kernel's time), and which are at an end of a pass."""
+    gemms = sorted(
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") == "kernel" and GEMM.search(event["name"]) and "nccl" not in event["name"].lower()
+    )
+    for one in found:
+        covered = sum(max(0.0, min(end, one.end) - max(start, one.start)) for start, end in gemms)
+        one.overlap = covered / max(one.end - one.start, 1e-9)
+    for kind in ("forward gather", "backward gather", "reduce"):
+        mine = [one for one in found if one.what == kind]
+        first = mine[0].fqn if mine else None
+        last = mine[-1].fqn if mine else None
+        for one in mine:
+            one.interior = one.fqn != first and not (kind == "reduce" and one.fqn == last)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace")
+    parser.add_argument("--at-least", type=float, default=0.9)
+    args = parser.parse_args()
+    events = read_trace(args.trace)
+    found = communications(events)
+    if not found:
+        print(f"overlap.py: {args.trace} has no NCCL kernel launched in a gtp:: range", file=sys.stderr)
+        return 2
+    mark(found, events)
+    interior = [one for one in found if one.interior]
+    hidden = [one for one in interior if one.overlap > 0]
+    for kind in dict.fromkeys(one.what for one in found):
+        mine = [one for one in interior if one.what == kind]
+        if mine:
+            share = sum(one.overlap > 0 for one in mine) / len(mine)
+            mean = sum(one.overlap for one in mine) / len(mine)
+            print(f"{kind}: {len(mine)} interior, {share:.1%} overlap a GEMM, {mean:.1%} of their time is under one")
+    exposed = Counter(f"{one.what} {one.fqn}" for one in interior if one.overlap == 0)
+    for name, times in exposed.most_common():
+        print(f"exposed: {name} ({times} times)")
+    ends = Counter(f"{one.what} {one.fqn}" for one in found if not one.interior)
+    print("at the ends of passes: " + ", ".join(f"{name} ({times})" for name, times in ends.items()))
+    share = len(hidden) / len(interior)
+    print(f"interior communications that overlap a GEMM: {len(hidden)} of {len(interior)} = {share:.1%}")
+    return 0 if share >= args.at_least else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
