@@ -169,7 +169,8 @@ def fill_with_integers(model: nn.Module, low: int = -2, high: int = 2, seed: int
             if not twins and (values != 0).any():
                 break
         else:
-            raise ValueError(f"{name} {tuple(parameter.shape)} is too small to differ from {', '.join(twins) or 'zero'}")
+            others = ", ".join(twins) or "zero"
+            raise ValueError(f"{name} {tuple(parameter.shape)} is too small to differ from {others}")
         seen.setdefault(tuple(parameter.shape), []).append((name, values))
         parameter.copy_(values)
 

@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 import weakref
@@ -321,6 +322,33 @@ def test_collectives_are_counted_by_group_payload_and_dtype(rank_pool):
 
 def test_collectives_of_dtensor_are_counted(rank_pool):
     assert rank_pool.run(2, counted_dtensor_traffic) == [[("all_gather", 8 * 4 * 4, True)]] * 2
+
+
+_POOL_THAT_HANGS = """
+from tests.harness import RankPool
+from tests.test_harness import sleep_on_rank
+
+if __name__ == "__main__":
+    pool = RankPool()
+    print(*pool.process_ids(2), flush=True)
+    pool.run(2, sleep_on_rank, 1, timeout=600)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_leave_when_pytest_is_killed(tmp_path):
+    script = tmp_path / "pool_that_hangs.py"
+    script.write_text(_POOL_THAT_HANGS)
+    root = os.path.dirname(os.path.dirname(__file__))
+    environ = {**os.environ, "PYTHONPATH": root}
+    with subprocess.Popen([sys.executable, script], env=environ, stdout=subprocess.PIPE, text=True) as parent:
+        process_ids = parent.stdout.readline().split()
+        assert len(process_ids) == 2
+        parent.kill()
+    give_up = time.monotonic() + 60
+    while any(os.path.exists(f"/proc/{process_id}") for process_id in process_ids):
+        assert time.monotonic() < give_up, "rank processes outlive pytest"
+        time.sleep(0.05)
 
 
 # ---- tests whose body runs on ranks

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from tests.harness import RankFailure
 from tests.program_runs import run_program
 from tests.programs import (
     DIM,
@@ -114,22 +113,17 @@ def programs(draw, world_size: int) -> Program:
         step = draw(steps)
         calm = tuple(replace(microbatch, freeze=(), abort_at=None) for microbatch in step.microbatches)
         chosen = (replace(step, toggle=(), microbatches=calm),) * MAX_STEPS
-    freezes = any(microbatch.freeze for step in chosen for microbatch in step.microbatches)
     hooks = st.tuples(indices, st.sampled_from(["tensor", "post_accumulate"]))
-    config = draw(_configs(world_size))
-    min_numel = draw(st.sampled_from([1, 1, 17, 30]))
     return Program(
         units=units,
         steps=chosen,
         ties=draw(_ties(units)),
         frozen=draw(_tuples(indices, 0, 2)),
-        # A hook on a parameter frozen after the forward: see test_hook_of_a_parameter_frozen_after_the_forward.
-        hooks=() if freezes else draw(st.one_of(st.just(()), _tuples(hooks, 1, 2))),
-        config=config,
-        min_numel=min_numel,
+        hooks=draw(st.one_of(st.just(()), _tuples(hooks, 1, 2))),
+        config=draw(_configs(world_size)),
+        min_numel=draw(st.sampled_from([1, 1, 17, 30])),
         foreach=draw(st.booleans()),
-        # Linears that stay whole do not cast their input, see test_whole_linear_takes_float32_input.
-        cast_input=min_numel > 1 or draw(st.booleans()),
+        cast_input=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )
 
@@ -172,22 +166,17 @@ def test_broken_run_is_seen(rank_pool, tamper, where):
 
 def _one_forward(**options) -> Program:
     forward = Forward(paths=((Segment((0,)),),), input_grad=True)
-    return Program(units=(Unit("square"),), steps=(Step((Microbatch((forward,), **options.pop("microbatch", {})),)),), **options)
+    microbatch = Microbatch((forward,), **options.pop("microbatch", {}))
+    return Program(units=(Unit("square"),), steps=(Step((microbatch,)),), **options)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=RankFailure, reason="fault of gtp_dtensor: whole linears do not cast; once mended remove this"
-)
 def test_whole_linear_takes_float32_input(rank_pool):
-    """A linear casts its input to param_dtype where it is sharded; it should do the same where it stays whole."""
+    """A linear casts its input to param_dtype, whether it is sharded or stays whole."""
     for min_numel in (1, 30):
         program = _one_forward(config={"param_dtype": "bfloat16"}, min_numel=min_numel)
         assert rank_pool.run(2, run_program, program) == [[], []]
 
 
-@pytest.mark.xfail(
-    strict=True, raises=RankFailure, reason="fault of gtp_dtensor: the hook is called with None; once mended remove this"
-)
 @pytest.mark.parametrize("min_numel", [1, 30])
 def test_hook_of_a_parameter_frozen_after_the_forward(rank_pool, min_numel):
     """torch calls the hook with the gradient, which then goes nowhere."""

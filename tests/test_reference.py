@@ -53,7 +53,8 @@ def test_wrong_gradient_scale_is_caught(mesh, rank, world_size):
     model, reference = build_pair(MLP)
     fully_shard(model, mesh=mesh)
     model.layers[1].register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * (1 + 1e-5),))
-    with pytest.raises(AssertionError, match=r"gradient of step 0 of layers\.0\.(weight|bias): relative error 1\.\d+e-05"):
+    message = r"gradient of step 0 of layers\.0\.(weight|bias): relative error 1\.\d+e-05"
+    with pytest.raises(AssertionError, match=message):
         train_beside_reference(
             model,
             reference,

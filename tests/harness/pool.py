@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any, Callable
 
 import pytest
@@ -33,7 +33,7 @@ _PRELOAD = [
     "torch.utils.checkpoint",
 ]
 _START_TIMEOUT = 120.0  # seconds until new processes must be up; the first one waits for the server's imports
-_TEAR_DOWN_TIMEOUT = 30.0
+_TEAR_DOWN_TIMEOUT = {"cpu": 30.0, "cuda": 10.0}  # seconds
 _STACK_DUMP_SECONDS = 0.5
 _SEED = 20260
 
@@ -106,6 +106,7 @@ class RankPool:
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self._ranks: dict[tuple, list[_Rank]] = {}
+        self._single_use: set[tuple] = set()  # keys of processes that cannot be torn down, so serve one run each
         self._num_jobs = 0
         self._num_processes = 0
 
@@ -151,19 +152,8 @@ class RankPool:
         self._num_jobs += 1
         for rank in ranks:
             rank.mark_output()
-            rank.connection.send(
-                Job(
-                    number=self._num_jobs,
-                    module=module,
-                    qualname=qualname,
-                    payload=payload,
-                    rank=rank.rank,
-                    world_size=world_size,
-                    device_type=device,
-                    group_timeout=group_timeout,
-                    seed=_SEED,
-                )
-            )
+            job = Job(self._num_jobs, module, qualname, payload, rank.rank, world_size, device, group_timeout, _SEED)
+            rank.connection.send(job)
         title = f"{module}.{qualname} failed on {world_size} rank(s), {device}"
         try:
             outcomes = self._collect(ranks, timeout, grace, title)
@@ -250,16 +240,19 @@ class RankPool:
 
     def _tear_down(self, ranks: list[_Rank], key: tuple, title: str) -> None:
         __tracebackhide__ = True
+        if key in self._single_use:
+            return self._kill(key)
         for rank in ranks:
             rank.connection.send(TearDown())
-        deadline = time.monotonic() + _TEAR_DOWN_TIMEOUT
+        timeout = _TEAR_DOWN_TIMEOUT[key[0]]
+        deadline = time.monotonic() + timeout
         hung = False
         faults = []
         for rank in ranks:
             if not rank.connection.poll(max(0.0, deadline - time.monotonic())):
                 hung = True
                 if key[0] == "cpu":
-                    what = f"did not tear down within {_TEAR_DOWN_TIMEOUT:g} s"
+                    what = f"did not tear down within {timeout:g} s"
                     faults.append(RankFault(rank.rank, what, rank.dump_stacks(), "", time.monotonic(), 3))
                 continue
             reply = _received(rank)
@@ -272,7 +265,8 @@ class RankPool:
             raise RankFailure(title + " (in tear-down)", faults, {rank.rank: rank.output() for rank in ranks})
         if hung:
             # NCCL communicators that share one GPU are known to hang when they are destroyed. The test itself has
-            # passed and its ranks have synchronized, so only the processes are given up.
+            # passed and its ranks have synchronized, so only the processes are given up, from now on without waiting.
+            self._single_use.add(key)
             self._kill(key)
 
     def _kill(self, key: tuple) -> None:
