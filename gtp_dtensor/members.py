@@ -128,7 +128,7 @@ class RootState:
         """
         known = self._storage.get(domain)
         if known is None or tp_mesh not in (None, known[1]):
-            mesh = storage_mesh(gtp_mesh, domain.transport.gather_group, tp_mesh)
+            mesh = storage_mesh(gtp_mesh, domain.transport.mesh_group, tp_mesh)
             known = self._storage[domain] = (mesh, tp_mesh)
         return known[0]
 

@@ -115,8 +115,7 @@ class Reducer:
             fp32_sum = (
                 config.reduce_scatter_with_fp32_accumulation and out_dtype.itemsize < 4 and transport.size > 2
             )
-            out_shape = (weight.cut.padded, *weight.tp_local_shape[1:])
-            out = torch.empty(out_shape, dtype=torch.float32 if fp32_sum else out_dtype, device=buffer.device)
+            out = torch.empty(weight.send_shape, dtype=torch.float32 if fp32_sum else out_dtype, device=buffer.device)
 
             def finish() -> None:
                 if void[0]:
@@ -144,8 +143,9 @@ class Reducer:
             if owes_tp_sum:
                 grad = grad.clone()
                 dist.all_reduce(grad, group=weight.tp.mesh.get_group())
-        grad = grad.to(weight.reduce_dtype)
-        return weight.cut.pack(grad.reshape(weight.tp_local_shape))
+        if grad.dtype != weight.reduce_dtype:
+            grad = grad.to(weight.reduce_dtype)
+        return weight.cut.pack(grad)
 
     # ---- parameters that stay whole
 

@@ -372,7 +372,7 @@ class _Application:
         if source is None or tp_local.is_meta:
             return tp_local
         tp_local = tp_local.detach().clone()
-        dist.broadcast(tp_local, group=self.domain.transport.gather_group, group_src=source)
+        dist.broadcast(tp_local, group=self.domain.transport.mesh_group, group_src=source)
         return tp_local
 
     def _parameter(

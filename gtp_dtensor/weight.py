@@ -20,7 +20,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -94,7 +93,7 @@ class Lease:
         weight.runtime.account_lease(self.num_bytes)
 
     def _to(self, state: LeaseState) -> None:
-        if (self.state, state) not in _LEGAL and self.weight.runtime.config.check_param_states:
+        if self.weight.runtime.config.check_param_states and (self.state, state) not in _LEGAL:
             raise RuntimeError(
                 f"{self.weight.fqn}: illegal transition of a gathered weight from '{self.state.value}' to '{state.value}'"
             )
@@ -111,7 +110,7 @@ class Lease:
         if self.state is not LeaseState.READY:
             raise RuntimeError(f"{self.weight.fqn}: read of a gathered weight that is '{self.state.value}'")
         weight = self.weight
-        local = weight.cut.unpack(self._buffer).view(weight.tp_local_shape)
+        local = self._buffer if weight.is_buffer_exact else weight.cut.unpack(self._buffer)
         return local if weight.tp is None else weight.tp.wrap(local)
 
     def end(self) -> None:
@@ -147,6 +146,9 @@ class ShardedWeight:
         self.tp = tp
         self.num_local_rows = cut.rows_of(rank)[1]
         self.tp_local_shape = torch.Size((cut.num_rows, *param._local_tensor.shape[1:]))
+        self.buffer_shape = torch.Size((cut.buffer_rows, *self.tp_local_shape[1:]))
+        self.send_shape = torch.Size((cut.padded, *self.tp_local_shape[1:]))
+        self.is_buffer_exact = self.buffer_shape == self.tp_local_shape
         self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
         self.counters = WeightCounters()
         self.serial = -1  # unique in the domain, given by the runtime that adopts this
@@ -171,12 +173,8 @@ class ShardedWeight:
         return self.runtime.config.reduce_dtype or self.param.dtype
 
     @property
-    def buffer_shape(self) -> tuple[int, ...]:
-        return (self.cut.buffer_rows, *self.tp_local_shape[1:])
-
-    @property
     def gathered_bytes(self) -> int:
-        return math.prod(self.buffer_shape) * self.compute_dtype.itemsize
+        return self.buffer_shape.numel() * self.compute_dtype.itemsize
 
     @property
     def wire_name(self) -> str:
@@ -252,7 +250,7 @@ class ShardedWeight:
     @property
     def is_shard_sent_as_is(self) -> bool:
         local = self.param._local_tensor
-        return local.dtype == self.compute_dtype and local.shape[0] == self.cut.padded and local.is_contiguous()
+        return local.dtype == self.compute_dtype and local.shape == self.send_shape and local.is_contiguous()
 
     def distrust_copy(self) -> None:
         """The shard may have been written without a trace."""
@@ -266,21 +264,20 @@ class ShardedWeight:
         """(destination, source) of the copy that brings the compute shard up to date; the caller copies."""
         local = self.param._local_tensor
         if self._copy is None or self._copy.device != local.device or self._copy.dtype != self.compute_dtype:
-            shape = (self.cut.padded, *self.tp_local_shape[1:])
-            self._copy = torch.zeros(shape, dtype=self.compute_dtype, device=local.device)
+            self._copy = torch.zeros(self.send_shape, dtype=self.compute_dtype, device=local.device)
         self._copy_generation = self.generation
         return self._copy[: self.num_local_rows], local.detach()
 
     def compute_shard(self) -> torch.Tensor:
         """What this rank sends, (cut.padded, ...) in compute dtype. It must be fresh."""
-        if self.is_shard_sent_as_is:
-            return self.param._local_tensor
-        assert self._copy is not None and self._copy_generation == self.generation, self.fqn
-        return self._copy
+        if self._copy_generation == self.generation:
+            return self._copy
+        assert self.is_shard_sent_as_is, self.fqn
+        return self.param._local_tensor
 
     def check_copy(self) -> None:
         """Debug check (``check_param_states``): the compute shard still holds the parameter's values."""
-        if self._copy is None or self.is_shard_sent_as_is or self._copy_generation != self.generation:
+        if self._copy_generation != self.generation:
             return
         local = self.param._local_tensor
         if not torch.equal(self._copy[: self.num_local_rows], local.to(self._copy.dtype)):
@@ -296,7 +293,7 @@ class ShardedWeight:
         with plain_ops(), annotation(_GATHERS[kind], self.fqn):
             shard = self.compute_shard()
             buffer = torch.empty(self.buffer_shape, dtype=shard.dtype, device=shard.device)
-            transfer = self.runtime.transport.all_gather(buffer, shard.detach())
+            transfer = self.runtime.transport.all_gather(buffer, shard)
         lease = Lease(self, kind, buffer, transfer, prefetched)
         self.counters.gather_bytes += lease.num_bytes
         return lease

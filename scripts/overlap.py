@@ -52,7 +52,7 @@ def communications(events: list[dict]) -> list[Communication]:
             ranges.setdefault((event["pid"], event["tid"]), []).append(
                 (event["ts"], event["ts"] + event["dur"], event["name"])
             )
-        elif event.get("cat") == "cuda_runtime" and "correlation" in event.get("args", {}):
+        elif event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {}):
             launches[event["args"]["correlation"]] = event
     for spans in ranges.values():
         spans.sort()

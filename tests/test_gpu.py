@@ -95,30 +95,27 @@ def poisoned_memory():
 
 
 @contextlib.contextmanager
-def slow(what: str):
-    """Make one of the three kinds of stream late at every transfer."""
+def slow(what: str, rank: int):
+    """Make one kind of work late. A communicator's stream cannot be delayed by itself, but one rank can come late to
+    each collective: then it is in flight on all the others for as long."""
     gather, reduce, wait = CollectiveTransport.all_gather, CollectiveTransport.reduce_scatter, Transfer.wait
 
-    def sleep_on(stream):
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(SLEEP)
+    def late(collective):
+        def call(self, *args, **kwargs):
+            if rank == 1:
+                torch.cuda._sleep(SLEEP)
+            return collective(self, *args, **kwargs)
 
-    def all_gather(self, *args):
-        sleep_on(self._gather_stream)
-        return gather(self, *args)
-
-    def reduce_scatter(self, *args, **kwargs):
-        sleep_on(self._reduce_stream)
-        return reduce(self, *args, **kwargs)
+        return call
 
     def slow_wait(self):
         wait(self)
         torch.cuda._sleep(SLEEP)
 
     if what == "gather":
-        CollectiveTransport.all_gather = all_gather
+        CollectiveTransport.all_gather = late(gather)
     elif what == "reduce":
-        CollectiveTransport.reduce_scatter = reduce_scatter
+        CollectiveTransport.reduce_scatter = late(reduce)
     elif what == "compute":
         Transfer.wait = slow_wait
     try:
@@ -148,7 +145,7 @@ def test_no_wait_is_missing(mesh, rank, world_size, device, what, param_dtype):
     """Equal neighbours, released memory poisoned, one stream made late: not a bit changes."""
     config = GTPConfig(param_dtype=param_dtype, look_ahead=2)
     expected = _weights_after_steps(mesh, rank, world_size, device, config)
-    with poisoned_memory(), slow(what):
+    with poisoned_memory(), slow(what, rank):
         weights = _weights_after_steps(mesh, rank, world_size, device, config)
     for name, value in weights.items():
         assert torch.isfinite(value).all() and torch.equal(value, expected[name]), name
@@ -161,19 +158,29 @@ def test_the_poison_tests_find_a_missing_wait(mesh, rank, world_size, device, mi
     expected = _weights_after_steps(mesh, rank, world_size, device, GTPConfig())
     wait = Transfer.wait
 
-    def no_wait(self):
-        is_gather = self.tensors and self.tensors[0].numel() > self.tensors[1].numel()
-        if is_gather != (missing == "gather"):
-            wait(self)
+    held = []
 
-    with poisoned_memory(), slow(missing):
+    class NoWork:
+        def wait(self):
+            pass
+
+    def no_wait(self):
+        is_gather = self.tensors[0].numel() > self.tensors[1].numel()
+        if is_gather == (missing == "gather"):
+            held.append(self._work)
+            self._work = NoWork()
+        wait(self)
+
+    with poisoned_memory(), slow(missing, rank):
         Transfer.wait = no_wait
         try:
             weights = _weights_after_steps(mesh, rank, world_size, device, GTPConfig())
         finally:
             Transfer.wait = wait
     torch.cuda.synchronize()
-    assert not all(torch.equal(value, expected[name]) for name, value in weights.items())
+    differs = torch.tensor([not torch.equal(value, expected[name]) for name, value in weights.items()], device=device)
+    torch.distributed.all_reduce(differs, op=torch.distributed.ReduceOp.MAX)
+    assert differs.any()
 
 
 @ranks(4, device="cuda", timeout=300, group_timeout=60)  # collectives of ranks that share a GPU go through sockets
