@@ -103,7 +103,9 @@ class _Materialize(torch.autograd.Function):
         lease = weight.runtime.acquire(weight, kind, may_keep=False)  # the graph itself holds what its backward needs
         ctx.weight, ctx.param = weight, param
         ctx.lease = lease  # lives as long as the graph that may have saved the tensor
-        return lease.read()
+        gathered = lease.read()
+        # A tensor object of its own: the graph hangs on what is returned, and the lease must not hold the graph.
+        return gathered if weight.tp is not None else gathered.detach()
 
     @staticmethod
     @once_differentiable

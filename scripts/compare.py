@@ -204,7 +204,7 @@ class Comparison:
         if rest:
             raise UsageError(
                 f"arrangement {arrangement.name!r} splits the global batch of {self.global_batch_size} samples over "
-                f"{arrangement.data_degree} ranks; set --training.global_batch_size in the TOML to a multiple"
+                f"{arrangement.data_degree} ranks; set training.global_batch_size in the TOML to a multiple"
             )
         local = self.local_batch_size if per_rank % self.local_batch_size == 0 else per_rank
         return [f"--training.local_batch_size={local}"]
