@@ -29,6 +29,8 @@ setup_venv() {
 
 if [ -z "${PYTHON:-}" ]; then
     setup_venv || exit 1
+elif [[ $PYTHON == */* && $PYTHON != /* ]]; then
+    PYTHON="$PWD/$PYTHON" # the caller changes directory
 fi
 export PYTHON
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
