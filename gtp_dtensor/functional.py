@@ -185,8 +185,7 @@ class _Linear(torch.autograd.Function):
         weight.runtime.enter()
         grad_x = grad_weight = grad_bias = None
         if x_edge is not Edge.UNUSED:
-            weight.check_unwritten(ctx.num_writes)
-            lease = weight.runtime.acquire(weight, Kind.BACKWARD)
+            lease = weight.runtime.acquire(weight, Kind.BACKWARD, num_writes=ctx.num_writes)
             w = lease.read()
             grad_x = grad_y @ (w if ctx.dtype is None else w.to(ctx.dtype))
             del w

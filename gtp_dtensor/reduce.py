@@ -32,8 +32,11 @@ def scaled(local: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tenso
 
     Scaled in the wider of both dtypes: a sum may overflow the narrower one where its mean does not.
     """
-    local = local.to(torch.promote_types(local.dtype, dtype))
-    return (local.mul_(scale) if scale != 1.0 else local).to(dtype)
+    if scale != 1.0:
+        if local.dtype != dtype:
+            local = local.to(torch.promote_types(local.dtype, dtype))
+        local.mul_(scale)
+    return local if local.dtype == dtype else local.to(dtype)
 
 
 def grad_like(param: torch.Tensor, local: torch.Tensor) -> DTensor:
@@ -115,7 +118,7 @@ class Reducer:
             fp32_sum = (
                 config.reduce_scatter_with_fp32_accumulation and out_dtype.itemsize < 4 and transport.size > 2
             )
-            out = torch.empty(weight.send_shape, dtype=torch.float32 if fp32_sum else out_dtype, device=buffer.device)
+            out = buffer.new_empty(weight.send_shape, dtype=torch.float32 if fp32_sum else out_dtype)
 
             def finish() -> None:
                 if void[0]:

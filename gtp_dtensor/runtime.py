@@ -224,10 +224,19 @@ class Runtime:
 
     # ---- uses
 
-    def acquire(self, weight: ShardedWeight, kind: Kind, may_keep: bool = True) -> Lease:
+    def acquire(
+        self, weight: ShardedWeight, kind: Kind, may_keep: bool = True, num_writes: int | None = None
+    ) -> Lease:
         """The lease that a use reads, ready; also issues the gathers that the schedule predicts next.
 
-        ``may_keep``: a recompute's lease may stay for the weight's backward use.
+        Args:
+            weight: what is used.
+            kind: for what.
+            may_keep: a recompute's lease may stay for the weight's backward use.
+            num_writes: how often the weight had been written when the forward of this backward read it.
+
+        Raises:
+            RuntimeError: it was written since.
         """
         self.enter()
         starts_pass, self._starts_pass = self._starts_pass, False
@@ -235,6 +244,8 @@ class Runtime:
             self.counters.num_mispredictions += 1
             self._free_mispredicted(weight)
         weight.notice_writes()
+        if num_writes is not None and num_writes != weight.num_writes:
+            weight.refuse_changed()
         if self._depth == 0 and not in_backward():
             weight.distrust_copy()
         lease = self._take(weight, kind)
@@ -329,6 +340,7 @@ class Runtime:
             if weight is None:
                 return
             if weight.next_lease is None and not (use.kind is Kind.BACKWARD and weight.kept_lease is not None):
+                # A write that one rank alone made must be noticed before the gather, or it would gather again at the use.
                 weight.notice_writes()
                 weight.next_lease = self._gather(weight, use.kind, prefetched=True)
 

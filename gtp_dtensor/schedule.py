@@ -48,30 +48,39 @@ class Schedule:
         self._capacity = capacity
         self._history: list[Use] = []
         self._pointer: int | None = None  # the entry that the newest use repeats
-        self._positions: dict[tuple[int, Kind], deque[int]] = {}
+        # Occurrences of the same use form a chain: the newest one, and for each entry the one before it.
+        self._newest: dict[tuple[int, Kind], int] = {}
+        self._previous: list[int | None] = []
         self._steps: deque[int] = deque(maxlen=2)  # history lengths at the last two optimizer steps
 
     def record(self, weight: int, kind: Kind, starts_pass: bool) -> bool:
         """Append a use. Returns False where a prediction existed and was another one."""
-        use = Use(weight, kind, starts_pass)
+        history, key, use = self._history, (weight, kind), None
         predicted = self.peek(0)
-        if predicted is not None and predicted[:2] == use[:2]:
-            self._pointer += 1
+        if predicted is None:
             hit = True
         else:
-            hit = predicted is None
-            self._pointer = self._best_match(use)
-        self._positions.setdefault(use[:2], deque(maxlen=self.CANDIDATES)).append(len(self._history))
-        self._history.append(use)
-        if len(self._history) >= 2 * self._capacity:
+            hit = predicted[0] == weight and predicted[1] is kind
+            if hit:
+                self._pointer += 1
+                use = predicted if predicted[2] == starts_pass else None
+        if use is None:
+            use = Use(weight, kind, starts_pass)
+        if predicted is None or not hit:
+            self._pointer = self._best_match(key)
+        self._previous.append(self._newest.get(key))
+        self._newest[key] = len(history)
+        history.append(use)
+        if len(history) >= 2 * self._capacity:
             self._forget_oldest()
         return hit
 
     def peek(self, ahead: int) -> Use | None:
         """The predicted use that follows ``ahead`` others, or None."""
-        if self._pointer is None or self._pointer + 1 + ahead >= len(self._history):
+        if self._pointer is None:
             return None
-        return self._history[self._pointer + 1 + ahead]
+        place = self._pointer + 1 + ahead
+        return self._history[place] if place < len(self._history) else None
 
     def mark_step(self) -> None:
         """An optimizer step happened here (only :meth:`period` makes use of it)."""
@@ -90,28 +99,33 @@ class Schedule:
                 return last[i:] + last[:i]
         return last
 
-    def _best_match(self, use: Use) -> int | None:
+    def _best_match(self, key: tuple[int, Kind]) -> int | None:
+        history = self._history
         best, best_score = None, -1
-        for position in reversed(self._positions.get(use[:2], ())):
+        position = self._newest.get(key)
+        for _ in range(self.CANDIDATES):
+            if position is None:
+                break
             score = 0
             while (
                 score < self.CONTEXT
                 and score < position
-                and self._history[position - 1 - score] == self._history[len(self._history) - 1 - score]
+                and history[position - 1 - score] == history[len(history) - 1 - score]
             ):
                 score += 1
             if score > best_score:
                 best, best_score = position, score
+            position = self._previous[position]
         return best
 
     def _forget_oldest(self) -> None:
         cut = len(self._history) - self._capacity
-        del self._history[:cut]
-        self._pointer = None if self._pointer is None or self._pointer < cut else self._pointer - cut
-        self._steps = deque((s - cut for s in self._steps if s >= cut), maxlen=2)
-        positions = {}
-        for key, old in self._positions.items():
-            kept = deque((p - cut for p in old if p >= cut), maxlen=self.CANDIDATES)
-            if kept:
-                positions[key] = kept
-        self._positions = positions
+
+        def shifted(place: int | None) -> int | None:
+            return None if place is None or place < cut else place - cut
+
+        del self._history[:cut], self._previous[:cut]
+        self._previous = [shifted(place) for place in self._previous]
+        self._newest = {key: place - cut for key, place in self._newest.items() if place >= cut}
+        self._pointer = shifted(self._pointer)
+        self._steps = deque((step - cut for step in self._steps if step >= cut), maxlen=2)

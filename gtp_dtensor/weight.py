@@ -230,15 +230,12 @@ class ShardedWeight:
             self.num_writes += 1
             self.mark_changed()
 
-    def check_unwritten(self, num_writes: int) -> None:
-        """Raise where the weight was written since a forward that saw ``num_writes`` writes: its backward would read
-        other values than it."""
-        self.notice_writes()
-        if self.num_writes != num_writes:
-            raise RuntimeError(
-                f"{self.fqn}: the weight was modified between a forward and its backward, by an optimizer step, a write "
-                "or a load; the gradient of the input needs the values that the forward read"
-            )
+    def refuse_changed(self) -> None:
+        """Raise: the weight was written since the forward whose backward runs, and would read other values than it."""
+        raise RuntimeError(
+            f"{self.fqn}: the weight was modified between a forward and its backward, by an optimizer step, a write "
+            "or a load; the gradient of the input needs the values that the forward read"
+        )
 
     def _read_versions(self) -> tuple[int, int] | None:
         """None for inference tensors, which count no versions: those are taken as written at each use."""
@@ -292,7 +289,7 @@ class ShardedWeight:
         """Issue a gather of the (fresh) compute shard."""
         with plain_ops(), annotation(_GATHERS[kind], self.fqn):
             shard = self.compute_shard()
-            buffer = torch.empty(self.buffer_shape, dtype=shard.dtype, device=shard.device)
+            buffer = shard.new_empty(self.buffer_shape)
             transfer = self.runtime.transport.all_gather(buffer, shard)
         lease = Lease(self, kind, buffer, transfer, prefetched)
         self.counters.gather_bytes += lease.num_bytes
