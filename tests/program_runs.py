@@ -34,7 +34,8 @@ MAX_PREDICTED_REPEATS = 16
 
 
 def _double_accumulated(parameter: torch.Tensor) -> None:
-    parameter.grad.mul_(2)
+    if parameter.grad is not None:  # torch calls the hook of a parameter that was frozen after the forward, too
+        parameter.grad.mul_(2)
 
 
 @dataclass
@@ -319,6 +320,7 @@ def run_program(program: Program, mesh, tamper: str = "") -> list[str]:
     with warnings.catch_warnings():
         # Reentrant checkpointing of a segment without a gradient says so, in both runs.
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
-        trace = sharded.run()
+        # First the reference: a program that torch itself refuses is the fault of the test.
         expected = WholeRun(program, mesh.size()).run()
+        trace = sharded.run()
     return differences(trace, expected, mesh.get_local_rank(), mesh.size())
