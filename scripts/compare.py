@@ -114,6 +114,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--loss-mode", default="token", help="how the loss is normalised: token")
     parser.add_argument("--tolerance", type=float, help=f"of relative differences; default {TOLERANCES}")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each run")
+    parser.add_argument("--share-gpu", action="store_true", help="all ranks on one GPU (see shared_gpu.py)")
     args, titan_options = parser.parse_known_args()
     if args.loss_mode not in LOSS_MODES:
         raise UsageError(
@@ -214,7 +215,9 @@ class Comparison:
         dump_folder = self.folder / name
         dump_folder.mkdir()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-        command += ["-m", "titan_integration.train", f"--job.dump_folder={dump_folder}", *options, *self.titan_options]
+        # Ranks that share a GPU have no module to start but a script that prepares them.
+        entry = [str(ROOT / "scripts" / "shared_gpu.py")] if self.args.share_gpu else ["-m"]
+        command += [*entry, "titan_integration.train", f"--job.dump_folder={dump_folder}", *options, *self.titan_options]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         log = dump_folder / "log.txt"
