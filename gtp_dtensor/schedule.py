@@ -41,8 +41,10 @@ class Schedule:
         capacity: how many uses are remembered at least. A step with more uses than this is not predicted.
     """
 
-    CONTEXT = 32  # how many preceding uses are compared when the pointer is moved
-    CANDIDATES = 16  # how many earlier occurrences of a use are considered
+    # A pipeline step has many microbatches that look alike: the occurrence in the step before lies far back. Only a
+    # misprediction pays for the comparison.
+    CONTEXT = 256  # how many preceding uses are compared when the pointer is moved
+    CANDIDATES = 128  # how many earlier occurrences of a use are considered
 
     def __init__(self, capacity: int = 65536) -> None:
         self._capacity = capacity

@@ -41,6 +41,23 @@ def test_pipeline_interleaving_needs_the_whole_history():
     assert play(schedule, one_step * 3) == 0
 
 
+def test_a_pipeline_of_many_microbatches_settles():
+    """Warm-up, 1F1B and cool-down of 40 microbatches, with an evaluation that breaks the rhythm once."""
+    forward, backward = [(w, F) for w in range(3)], [(w, B) for w in (2, 1, 0)]
+    one_step = forward * 3 + (forward + backward) * 37 + backward * 3
+    schedule = Schedule()
+    play(schedule, one_step * 2 + [(w, I) for w in range(3)] * 2 + one_step)
+    play(schedule, one_step * 2)
+    assert play(schedule, one_step * 2) == 0
+
+
+def test_a_weight_used_many_times_a_step_settles():
+    one_step = [(0, F)] * 45 + [(1, F), (1, B)] + [(0, B)] * 45
+    schedule = Schedule()
+    play(schedule, one_step * 3)
+    assert play(schedule, one_step * 2) == 0
+
+
 def test_repeated_tied_and_recomputed_weights_settle():
     one_step = [(0, F), (1, F), (1, F), (1, F), (2, F), (0, F), (0, B), (2, R), (1, R), (1, B), (2, B), (1, B), (1, B)]
     schedule = Schedule()
