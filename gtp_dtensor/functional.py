@@ -10,12 +10,14 @@ the gradient of the input is wanted.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from enum import Enum
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable as torch_once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -24,6 +26,25 @@ from .reduce import wants_gradient_returned
 from .schedule import Kind
 from .small import SmallParam
 from .weight import ShardedWeight
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """torch's, whose wrapping is only paid for where somebody asks for a graph of the backward."""
+    guarded = torch_once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def wrapper(ctx: FunctionCtx, *grads: torch.Tensor):
+        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return wrapper
+
+
+def apply(function: type[torch.autograd.Function], *args):
+    """``function.apply(*args)``, past a Python layer that only functorch and compilers need, and that looks at every
+    argument."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)
 
 
 class Edge(Enum):
@@ -89,7 +110,7 @@ class _UseSmall(torch.autograd.Function):
 def use_small(module: nn.Module, name: str) -> torch.Tensor:
     """``module``'s whole parameter ``name`` as its forward sees it; gradients flow back into the parameter."""
     small = small_of(module, name)
-    return _UseSmall.apply(small.param, small)
+    return apply(_UseSmall, small.param, small)
 
 
 # ---- any module
@@ -136,26 +157,24 @@ def cast_arguments(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple,
 def materialize(module: nn.Module, name: str) -> torch.Tensor:
     """The gathered weight ``name`` of ``module``, TP-local shape, in compute dtype; gradients flow back."""
     weight = weight_of(module, name)
-    return _Materialize.apply(weight.param, weight, weight.runtime.forward_kind())
+    return apply(_Materialize, weight.param, weight, weight.runtime.forward_kind())
 
 
 # ---- linear
 
 
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-
-
 def _cast_inputs(x: torch.Tensor, bias: torch.Tensor | None, weight: ShardedWeight) -> tuple:
-    """Inputs in the dtype that is computed in: autocast's, else ``param_dtype`` where one is set."""
-    autocast = _autocast_dtype(x.device.type)
-    if torch.float64 in (x.dtype, weight.compute_dtype):  # autocast leaves these alone
-        autocast = None
-    dtype = autocast or (weight.compute_dtype if weight.runtime.config.param_dtype is not None else None)
-    if dtype is not None and x.is_floating_point() and x.dtype != dtype:
-        x = x.to(dtype)
-    if dtype is not None and bias is not None and bias.dtype != dtype:
-        bias = bias.to(dtype)
+    """(x, bias, dtype of autocast or None): in the dtype that is computed in, autocast's, else ``param_dtype``'s."""
+    autocast = None
+    dtype = weight.compute_dtype
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
+        if torch.float64 not in (x.dtype, dtype):  # autocast leaves these alone
+            autocast = dtype = torch.get_autocast_dtype(x.device.type)
+    if autocast is not None or weight.runtime.config.param_dtype is not None:
+        if x.dtype != dtype and x.is_floating_point():
+            x = x.to(dtype)
+        if bias is not None and bias.dtype != dtype:
+            bias = bias.to(dtype)
     return x, bias, autocast
 
 
@@ -182,7 +201,6 @@ class _Linear(torch.autograd.Function):
         edges = engine_edges()
         x_edge, weight_edge = edges[0], _param_edge(ctx.param, edges[1])
         bias_edge = edges[2] if len(edges) > 2 else Edge.UNUSED
-        weight.runtime.enter()
         grad_x = grad_weight = grad_bias = None
         if x_edge is not Edge.UNUSED:
             lease = weight.runtime.acquire(weight, Kind.BACKWARD, num_writes=ctx.num_writes)
@@ -190,9 +208,11 @@ class _Linear(torch.autograd.Function):
             grad_x = grad_y @ (w if ctx.dtype is None else w.to(ctx.dtype))
             del w
             weight.runtime.release(lease)
+        else:
+            weight.runtime.enter()
         rows = grad_y.reshape(-1, grad_y.shape[-1]) if grad_y.dim() != 2 else grad_y
         if weight_edge is not Edge.UNUSED:
-            weight.runtime.reducer.make_room()
+            weight.runtime.reducer.make_room()  # before the next unsharded gradient is in memory
             grad = rows.t() @ (x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x)
             grad_weight = _reduce_weight_grad(weight, ctx.param, grad, weight_edge)
         if bias_edge is not Edge.UNUSED:
@@ -207,7 +227,7 @@ def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     x, bias, dtype = _cast_inputs(x, bias, weight)
     if dtype == weight.compute_dtype:
         dtype = None
-    return _Linear.apply(x, weight.param, bias, weight, weight.runtime.forward_kind(), dtype)
+    return apply(_Linear, x, weight.param, bias, weight, weight.runtime.forward_kind(), dtype)
 
 
 # ---- embedding
@@ -303,6 +323,6 @@ def embedding(module: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
         )
     padding_idx = -1 if module.padding_idx is None else module.padding_idx
     function = _Embedding if weight.tp is None else _TPEmbedding
-    return function.apply(
-        ids, weight.param, weight, padding_idx, module.scale_grad_by_freq, weight.runtime.forward_kind()
+    return apply(
+        function, ids, weight.param, weight, padding_idx, module.scale_grad_by_freq, weight.runtime.forward_kind()
     )

@@ -387,7 +387,8 @@ class Runtime:
     def account_lease(self, num_bytes: int) -> None:
         counters = self.counters
         counters.live_lease_bytes += num_bytes
-        counters.peak_lease_bytes = max(counters.peak_lease_bytes, counters.live_lease_bytes)
+        if counters.live_lease_bytes > counters.peak_lease_bytes:
+            counters.peak_lease_bytes = counters.live_lease_bytes
 
     # ---- optimizers
 
