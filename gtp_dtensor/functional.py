@@ -17,7 +17,8 @@ from enum import Enum
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd.function import FunctionCtx, once_differentiable as torch_once_differentiable
+from torch.autograd.function import FunctionCtx
+from torch.autograd.function import once_differentiable as torch_once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -75,9 +76,7 @@ def _param_edge(param: nn.Parameter, edge: Edge) -> Edge:
     return edge if wanted else Edge.UNUSED
 
 
-def _reduce_weight_grad(
-    weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, edge: Edge
-) -> DTensor | None:
+def _reduce_weight_grad(weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, edge: Edge) -> DTensor | None:
     returned = edge is Edge.CAPTURED or wants_gradient_returned(param)
     return weight.runtime.reducer.launch(weight, param, grad, returned)
 

@@ -24,7 +24,14 @@ _INIT_FUNCTIONS = {
 _RANDOM_METHODS = frozenset(
     getattr(torch.Tensor, name)
     for name in (
-        "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_",
+        "normal_",
+        "uniform_",
+        "bernoulli_",
+        "exponential_",
+        "random_",
+        "cauchy_",
+        "log_normal_",
+        "geometric_",
     )
 )
 

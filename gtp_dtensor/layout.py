@@ -72,6 +72,7 @@ class RowCut:
 
 
 def gtp_axis_name(mesh: DeviceMesh) -> str:
+    """What a 1-D gtp mesh calls its axis; "gtp" where it has no names."""
     return mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "gtp"
 
 
@@ -135,8 +136,11 @@ def _tp_ranks_of_gtp_peers(
     """For each gtp peer, in order, the ranks of its tp group."""
     if dist.get_backend(gtp_group) == "fake":  # no bytes move: rely on the regular grid that init_device_mesh builds
         return [[rank - dist.get_rank() + peer for rank in tp_ranks] for peer in gtp_ranks]
-    device = torch.device(device_type, torch.get_device_module(device_type).current_device()) \
-        if device_type != "cpu" else torch.device("cpu")
+    device = (
+        torch.device(device_type, torch.get_device_module(device_type).current_device())
+        if device_type != "cpu"
+        else torch.device("cpu")
+    )
     mine = torch.tensor(tp_ranks, dtype=torch.int64, device=device)
     peers = [torch.empty_like(mine) for _ in gtp_ranks]
     dist.all_gather(peers, mine, group=gtp_group)

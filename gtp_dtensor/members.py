@@ -68,20 +68,21 @@ def _like(member: Member, param: nn.Parameter, runtime: Runtime) -> Member:
 
 def weight_of(module: nn.Module, name: str) -> ShardedWeight:
     """The weight behind ``module``'s parameter ``name`` as it is registered now."""
-    state = module.__dict__[STATE]
-    weight = state.weights[name]
-    if module._parameters.get(name) is not weight.param:
-        weight = state.weights[name] = _follow(weight, module, name, weight.runtime.live_weights())
-    return weight
+    return _current(module, name, module.__dict__[STATE].weights)
 
 
 def small_of(module: nn.Module, name: str) -> SmallParam:
     """The whole parameter ``name`` of ``module`` as it is registered now."""
-    state = module.__dict__[STATE]
-    small = state.smalls[name]
-    if module._parameters.get(name) is not small.param:
-        small = state.smalls[name] = _follow(small, module, name, small.runtime.live_smalls())
-    return small
+    return _current(module, name, module.__dict__[STATE].smalls)
+
+
+def _current(module: nn.Module, name: str, table: dict[str, Member]) -> Member:
+    member = table[name]
+    if module._parameters.get(name) is not member.param:
+        runtime = member.runtime
+        peers = runtime.live_weights() if isinstance(member, ShardedWeight) else runtime.live_smalls()
+        member = table[name] = _follow(member, module, name, peers)
+    return member
 
 
 def _follow(member: Member, module: nn.Module, name: str, peers) -> Member:

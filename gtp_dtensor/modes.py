@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-
 _NOTHING = contextlib.nullcontext()
 
 

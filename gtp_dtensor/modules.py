@@ -107,7 +107,10 @@ def sharded_class(base: type[nn.Module], explicit: bool) -> type[nn.Module]:
         return base.__getattr__(self, name)
 
     namespace = {
-        "forward": forward, "__getattr__": __getattr__, "__module__": base.__module__, "__doc__": base.__doc__,
+        "forward": forward,
+        "__getattr__": __getattr__,
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
     }
     if hasattr(base, "reset_parameters"):
 

@@ -97,13 +97,11 @@ class Reducer:
         while len(self.pending) > limit:
             self.pending.popleft().transfer.release()
 
-    def launch(
-        self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, returned: bool
-    ) -> DTensor | None:
+    def launch(self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, returned: bool) -> DTensor | None:
         """Reduce ``grad``, the gradient of the gathered weight (TP-local shape, plain or on the tp mesh).
 
-        Accumulates into the ``.grad`` of ``param`` (the leaf that the forward read) and returns None; or, where autograd wants the gradient itself (``returned``),
-        waits and returns it as a DTensor placed like the parameter.
+        Accumulates into the ``.grad`` of ``param`` (the leaf that the forward read) and returns None; or, where autograd
+        wants the gradient itself (``returned``), waits and returns it as a DTensor placed like the parameter.
         """
         config = self._runtime.config
         transport = self._runtime.transport
@@ -115,9 +113,7 @@ class Reducer:
         with plain_ops():
             buffer = self._reduction_input(weight, grad)
             out_dtype = buffer.dtype
-            fp32_sum = (
-                config.reduce_scatter_with_fp32_accumulation and out_dtype.itemsize < 4 and transport.size > 2
-            )
+            fp32_sum = config.reduce_scatter_with_fp32_accumulation and out_dtype.itemsize < 4 and transport.size > 2
             out = buffer.new_empty(weight.send_shape, dtype=torch.float32 if fp32_sum else out_dtype)
 
             def finish() -> None:
@@ -235,4 +231,8 @@ class Reducer:
 
 def wants_gradient_returned(param: nn.Parameter) -> bool:
     """Whether autograd has to get the reduced gradient itself: hooks must see it, or it flows on from a non-leaf."""
-    return not param.is_leaf or bool(getattr(param, "_backward_hooks", None)) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
+    return (
+        not param.is_leaf
+        or bool(getattr(param, "_backward_hooks", None))
+        or bool(getattr(param, "_post_accumulate_grad_hooks", None))
+    )

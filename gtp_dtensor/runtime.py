@@ -224,9 +224,7 @@ class Runtime:
 
     # ---- uses
 
-    def acquire(
-        self, weight: ShardedWeight, kind: Kind, may_keep: bool = True, num_writes: int | None = None
-    ) -> Lease:
+    def acquire(self, weight: ShardedWeight, kind: Kind, may_keep: bool = True, num_writes: int | None = None) -> Lease:
         """The lease that a use reads, ready; also issues the gathers that the schedule predicts next.
 
         Args:
@@ -306,7 +304,9 @@ class Runtime:
         mine = everyones[self.transport.rank]
         for rank, theirs in enumerate(everyones):
             if theirs != mine:
-                mine_named, theirs_named = ([names.get(serial, f"#{serial}") for serial in one] for one in (mine, theirs))
+                mine_named, theirs_named = (
+                    [names.get(serial, f"#{serial}") for serial in one] for one in (mine, theirs)
+                )
                 raise RuntimeError(
                     f"ranks of the gtp axis use different weights: {what} of {mine_named} on rank {self.transport.rank} of "
                     f"the axis, of {theirs_named} on rank {rank}; all of them must run the same modules in the same order"

@@ -48,8 +48,10 @@ class SmallParam:
 
     def check_param(self, param: torch.Tensor) -> None:
         """Raise where a replaced parameter does not have the same layout."""
-        if not isinstance(param, DTensor) or param._spec.placements != self.spec.placements or (
-            param._spec.mesh != self.spec.mesh or param.shape != self.spec.shape
+        if (
+            not isinstance(param, DTensor)
+            or param._spec.placements != self.spec.placements
+            or (param._spec.mesh != self.spec.mesh or param.shape != self.spec.shape)
         ):
             raise RuntimeError(
                 f"{self.fqn}: the parameter was replaced by a {type(param).__name__} of shape {tuple(param.shape)}; GTP "

@@ -395,7 +395,10 @@ class _Application:
         if dist.get_rank() == 0:
             logger.info(
                 "GTP: %d weights (%s elements) sharded over %s, %d parameters whole%s",
-                len(weights), f"{numel:,}", self.plan.axis, len(self.members) - len(weights),
+                len(weights),
+                f"{numel:,}",
+                self.plan.axis,
+                len(self.members) - len(weights),
                 f"; what {', '.join(sorted(self.general))} save for backward stays gathered" if self.general else "",
             )
 

@@ -44,6 +44,8 @@ _GATHERS = {kind: f"{kind.name.lower()} gather" for kind in Kind}
 
 
 class LeaseState(Enum):
+    """Where a lease is in its life; see [Note: life of a lease]."""
+
     IN_FLIGHT = "in flight"
     READY = "ready"
     ENDED = "ended"
@@ -77,7 +79,17 @@ class WeightCounters:
 class Lease:
     """One gathered weight in memory; see [Note: life of a lease]."""
 
-    __slots__ = ("weight", "kind", "generation", "prefetched", "num_bytes", "state", "_buffer", "_transfer", "__weakref__")
+    __slots__ = (
+        "weight",
+        "kind",
+        "generation",
+        "prefetched",
+        "num_bytes",
+        "state",
+        "_buffer",
+        "_transfer",
+        "__weakref__",
+    )
 
     def __init__(
         self, weight: ShardedWeight, kind: Kind, buffer: torch.Tensor, transfer: Transfer, prefetched: bool
@@ -191,9 +203,12 @@ class ShardedWeight:
     def check_param(self, param: torch.Tensor) -> None:
         """Raise where a replaced parameter is not a shard of the same layout."""
         local_shape = (self.num_local_rows, *self.tp_local_shape[1:])
-        if not isinstance(param, DTensor) or param._spec.placements != self.spec.placements or (
-            param._spec.mesh != self.spec.mesh or param.shape != self.spec.shape
-        ) or param._local_tensor.shape != local_shape:
+        if (
+            not isinstance(param, DTensor)
+            or param._spec.placements != self.spec.placements
+            or (param._spec.mesh != self.spec.mesh or param.shape != self.spec.shape)
+            or param._local_tensor.shape != local_shape
+        ):
             found = f"DTensor{tuple(param.placements)}" if isinstance(param, DTensor) else type(param).__name__
             raise RuntimeError(
                 f"{self.fqn}: the parameter was replaced by a {found} of shape {tuple(param.shape)}; GTP needs a DTensor "

@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from shared_gpu import share_gpu
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from gtp_dtensor import GTPConfig, GTPStyle, reset_stats, stats
-from shared_gpu import share_gpu
 
 CONTESTANTS = ("none", "fsdp_block", "fsdp_linear", "gtp")
 
@@ -85,7 +85,9 @@ def build(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: t
         model = Stack(args)
     if contestant == "gtp":
         config = GTPConfig(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, look_ahead=args.look_ahead,
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            look_ahead=args.look_ahead,
             calculate_per_token_loss=True,
         )
         parallelize_module(model, mesh, GTPStyle(config), src_data_rank=None)
@@ -159,13 +161,18 @@ def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: tor
         gathers = stats(model)
         num_gathers = gathers.num_forward_gathers + gathers.num_recompute_gathers + gathers.num_backward_gathers
         num_linears = sum(isinstance(module, nn.Linear) for module in model.modules())
-        rows.append(Row(
-            contestant, tokens, step_s * 1e3, host_s * 1e3,
-            torch.cuda.max_memory_allocated() / 2**30 if measure_memory else 0.0,
-            torch.cuda.max_memory_reserved() / 2**30 if measure_memory else 0.0,
-            # FSDP2 does not count; a use is the same thing there: a linear's forward or input gradient
-            round(num_gathers / (args.warmup + args.steps)) or 2 * num_linears,
-        ))
+        rows.append(
+            Row(
+                contestant,
+                tokens,
+                step_s * 1e3,
+                host_s * 1e3,
+                torch.cuda.max_memory_allocated() / 2**30 if measure_memory else 0.0,
+                torch.cuda.max_memory_reserved() / 2**30 if measure_memory else 0.0,
+                # FSDP2 does not count; a use is the same thing there: a linear's forward or input gradient
+                round(num_gathers / (args.warmup + args.steps)) or 2 * num_linears,
+            )
+        )
     if args.trace is not None and contestant == "gtp":
         write_trace(model, args, device)
     del model
@@ -193,8 +200,8 @@ def write_trace(model: nn.Module, args: argparse.Namespace, device: torch.device
 
 def table(rows: list[Row]) -> str:
     """The rows, readable."""
-    head = f"{'contestant':<12} {'tokens':>6} {'step ms':>9} {'/floor':>7} {'host ms':>9} {'us/use':>8} {'alloc GiB':>10} {'resv GiB':>9}"
-    lines = [head]
+    names = ("contestant", "tokens", "step ms", "/floor", "host ms", "us/use", "alloc GiB", "resv GiB")
+    lines = ["{:<12} {:>6} {:>9} {:>7} {:>9} {:>8} {:>10} {:>9}".format(*names)]
     for row in rows:
         floor = "" if row.over_floor is None else f"{row.over_floor:.3f}"
         use = "" if row.host_us_per_use is None else f"{row.host_us_per_use:.1f}"
@@ -270,7 +277,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--look-ahead", type=int, default=1)
     parser.add_argument("--contestants", type=lambda s: s.split(","), default=list(CONTESTANTS))
     parser.add_argument("--out", type=Path, default=None, help="folder for bench.json and bench.png")
-    parser.add_argument("--trace", type=Path, default=None, help="file for a profiler trace of three steps of gtp (rank 0)")
+    parser.add_argument(
+        "--trace", type=Path, default=None, help="file for a profiler trace of three steps of gtp (rank 0)"
+    )
     args = parser.parse_args()
     unknown = set(args.contestants) - set(CONTESTANTS)
     if unknown:
@@ -298,7 +307,11 @@ def main() -> None:
         print(table(rows), flush=True)
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
-            report = {"title": title, "options": {**vars(args), "out": None, "trace": None}, "rows": [asdict(row) for row in rows]}
+            report = {
+                "title": title,
+                "options": {**vars(args), "out": None, "trace": None},
+                "rows": [asdict(row) for row in rows],
+            }
             (args.out / "bench.json").write_text(json.dumps(report, indent=1))
             if not plot(rows, args.out / "bench.png", title):
                 print("no bench.png: matplotlib is not installed")

@@ -217,7 +217,13 @@ class Comparison:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
         # Ranks that share a GPU have no module to start but a script that prepares them.
         entry = [str(ROOT / "scripts" / "shared_gpu.py")] if self.args.share_gpu else ["-m"]
-        command += [*entry, "titan_integration.train", f"--job.dump_folder={dump_folder}", *options, *self.titan_options]
+        command += [
+            *entry,
+            "titan_integration.train",
+            f"--job.dump_folder={dump_folder}",
+            *options,
+            *self.titan_options,
+        ]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         log = dump_folder / "log.txt"

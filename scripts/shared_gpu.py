@@ -15,8 +15,13 @@ import sys
 def share_gpu() -> None:
     """Settings of this rank; before CUDA or NCCL starts."""
     os.environ.update(
-        NCCL_HOSTID=os.environ["RANK"], NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo", NCCL_P2P_DISABLE="1",
-        NCCL_SHM_DISABLE="1", LOCAL_RANK="0", TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1",
+        NCCL_HOSTID=os.environ["RANK"],
+        NCCL_NET="Socket",
+        NCCL_SOCKET_IFNAME="lo",
+        NCCL_P2P_DISABLE="1",
+        NCCL_SHM_DISABLE="1",
+        LOCAL_RANK="0",
+        TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1",
     )
 
 

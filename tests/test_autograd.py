@@ -138,7 +138,10 @@ def test_frozen_layers(mesh, rank, world_size, frozen):
 def test_requires_grad_toggled_between_and_within_steps(mesh, rank, world_size):
     model, reference = pair(mesh)
     for step in range(6):
-        for one, x in ((model, local_slice(batch(world_size, step), rank, world_size)), (reference, batch(world_size, step))):
+        for one, x in (
+            (model, local_slice(batch(world_size, step), rank, world_size)),
+            (reference, batch(world_size, step)),
+        ):
             one.layers[step % 3].requires_grad_(step % 2 == 0)
             y = one(x)
             one.layers[(step + 1) % 3].weight.requires_grad_(step % 2 == 1)  # after the forward
@@ -190,7 +193,9 @@ def test_hooks_on_parameters_see_the_reduced_gradient(mesh, rank, world_size):
         model(local_slice(x, rank, world_size)).square().mean().backward()
         reference(x).square().mean().backward()
     assert_same_grads(model, reference)
-    assert len(seen) == 4 and torch.allclose(seen[0], seen[1], rtol=1e-12) and torch.allclose(seen[2], seen[3], rtol=1e-12)
+    assert (
+        len(seen) == 4 and torch.allclose(seen[0], seen[1], rtol=1e-12) and torch.allclose(seen[2], seen[3], rtol=1e-12)
+    )
 
 
 class Boom(torch.autograd.Function):
@@ -268,11 +273,13 @@ MODES = ["reentrant", "nonreentrant", "selective"]
 
 def recomputed(function, mode, *args):
     if mode == "selective":
+
         def policy(ctx, op, *args, **kwargs):
             if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
                 ctx.count = getattr(ctx, "count", 0) + 1
                 return CheckpointPolicy.MUST_SAVE if ctx.count % 2 else CheckpointPolicy.PREFER_RECOMPUTE
             return CheckpointPolicy.PREFER_RECOMPUTE
+
         return checkpoint(
             function, *args, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
         )
@@ -348,7 +355,13 @@ def test_evaluation_between_steps(mesh, rank, world_size):
                 assert torch.allclose(model(x), reference(x), rtol=1e-12, atol=1e-14)
                 assert stats(model).live_lease_bytes == 0  # nothing stays gathered after a forward-only pass
         train_beside_reference(
-            model, reference, lambda _: batch(world_size, step), rank=rank, world_size=world_size, num_steps=1, rtol=1e-12
+            model,
+            reference,
+            lambda _: batch(world_size, step),
+            rank=rank,
+            world_size=world_size,
+            num_steps=1,
+            rtol=1e-12,
         )
 
 
@@ -384,7 +397,9 @@ def test_a_gradient_put_there_by_hand_must_be_placed_like_the_parameter(mesh):
     model, _ = pair(mesh)
     weight = model.layers[1].weight
     weight.grad = torch.distributed.tensor.zeros(
-        *weight.shape, dtype=weight.dtype, device_mesh=weight.device_mesh,
+        *weight.shape,
+        dtype=weight.dtype,
+        device_mesh=weight.device_mesh,
         placements=[torch.distributed.tensor.Replicate()],
     )
     with pytest.raises(RuntimeError, match=r"layers\.1\.weight: \.grad has placements.*Replicate"):
@@ -400,7 +415,5 @@ def test_branches_that_alternate(mesh, rank, world_size):
         for _ in range(1 + step % 2):
             with torch.no_grad():
                 model(local_slice(x, rank, world_size)), reference(x)
-        train_beside_reference(
-            model, reference, lambda _: x, rank=rank, world_size=world_size, num_steps=1, rtol=1e-12
-        )
+        train_beside_reference(model, reference, lambda _: x, rank=rank, world_size=world_size, num_steps=1, rtol=1e-12)
     assert stats(model).num_mispredictions <= 12

@@ -99,7 +99,11 @@ def test_full_recompute_needs_two_gathers(mesh, mode):
         assert s.num_reductions == model.num_weights
         assert s.num_on_demand_gathers <= 2
         assert (s.num_mispredictions, s.num_pending, s.live_lease_bytes) == (0, 0, 0)
-        assert all(row.issued_at is None for row in schedule_table(model) if row.kind == "backward" and row.weight != "head.weight")
+        assert all(
+            row.issued_at is None
+            for row in schedule_table(model)
+            if row.kind == "backward" and row.weight != "head.weight"
+        )
 
 
 @ranks(2)

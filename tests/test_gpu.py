@@ -35,7 +35,13 @@ def test_every_kind_of_module(mesh, rank, world_size, device, case, optimizer):
     model, reference = build_pair(build)
     parallelize_module(model, mesh, GTPStyle(min_numel=30))
     train_beside_reference(
-        model, reference, batch, rank=rank, world_size=world_size, optimizer=optimizer, num_microbatches=2,
+        model,
+        reference,
+        batch,
+        rank=rank,
+        world_size=world_size,
+        optimizer=optimizer,
+        num_microbatches=2,
         rtol=RTOL if optimizer == "sgd" else 1e-3,
     )  # Adam divides by the root of tiny second moments, which lifts rounding
     s = stats(model)
@@ -50,9 +56,13 @@ def test_llama_with_tensor_and_sequence_parallel(device, order):
     parallelize_module(model, mesh["tp"], _llama_tp_plan(2))
     parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30))
     train_beside_reference(
-        model, reference,
+        model,
+        reference,
         lambda step: torch.randint(0, 24, (4, 6), generator=torch.Generator().manual_seed(step)).to(device),
-        rank=mesh["gtp"].get_local_rank(), world_size=2, num_microbatches=2, rtol=RTOL,
+        rank=mesh["gtp"].get_local_rank(),
+        world_size=2,
+        num_microbatches=2,
+        rtol=RTOL,
     )
 
 

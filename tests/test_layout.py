@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from gtp_dtensor import GTPStyle
 from gtp_dtensor.layout import RowCut, storage_mesh
 from tests.harness import ranks
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 7, 9, 16, 17, 40])

@@ -74,7 +74,9 @@ def test_functional_call_with_computed_weights(mesh, rank, world_size):
         fast = {name: param * 2 for name, param in one.named_parameters()}
         functional_call(one, fast, (mine,)).square().mean().backward()
     assert_same_grads(model, reference)
-    train_beside_reference(model, reference, lambda step: batch(seed=step), rank=rank, world_size=world_size, rtol=1e-11)
+    train_beside_reference(
+        model, reference, lambda step: batch(seed=step), rank=rank, world_size=world_size, rtol=1e-11
+    )
 
 
 @ranks(2)
@@ -212,7 +214,9 @@ def test_replacing_a_module_does_not_depend_on_garbage_collection(mesh, rank, wo
     for _ in range(3):
         with torch.no_grad():
             assert torch.allclose(model(x), reference(x), rtol=1e-12)
-    train_beside_reference(model, reference, lambda step: batch(seed=step), rank=rank, world_size=world_size, rtol=1e-11)
+    train_beside_reference(
+        model, reference, lambda step: batch(seed=step), rank=rank, world_size=world_size, rtol=1e-11
+    )
     assert stats(model).num_sharded_weights == 2
 
 
@@ -278,6 +282,7 @@ def test_a_hook_changes_no_bit(mesh, rank, hooked):
 @pytest.mark.parametrize("which", ["weights", "small"])
 def test_ranks_that_use_different_weights_are_told_so(mesh, rank, which):
     """With ``check_param_states``; both ranks hear it."""
+
     class Diverging(Net):
         def __init__(self):
             super().__init__()
@@ -314,6 +319,7 @@ def test_a_forward_that_writes_into_its_weight_is_refused(mesh):
 @ranks(2)
 def test_odd_parameters_beside(mesh, rank, world_size):
     """0-dim, empty, complex, integer, boolean, and nested containers of parameters."""
+
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -355,7 +361,9 @@ def test_a_root_that_owns_a_container_only(mesh, rank, world_size, kind):
             return x
 
     model, reference = pair(mesh, Root)
-    train_beside_reference(model, reference, lambda step: batch(seed=step), rank=rank, world_size=world_size, rtol=1e-11)
+    train_beside_reference(
+        model, reference, lambda step: batch(seed=step), rank=rank, world_size=world_size, rtol=1e-11
+    )
 
 
 @ranks(2)
@@ -402,7 +410,13 @@ def test_a_method_checkpointed_inside_forward(mesh, rank, world_size, reentrant)
 
     model, reference = pair(mesh, lambda: nn.Sequential(nn.Linear(32, 32), LayerScale(), LayerScale()))
     train_beside_reference(
-        model, reference, lambda step: batch(seed=step), rank=rank, world_size=world_size, num_microbatches=2, rtol=1e-11
+        model,
+        reference,
+        lambda step: batch(seed=step),
+        rank=rank,
+        world_size=world_size,
+        num_microbatches=2,
+        rtol=1e-11,
     )
     assert stats(model).live_lease_bytes == 0
 
@@ -481,7 +495,8 @@ def test_parts_on_different_tensor_parallel_axes(rank):
     model, reference = build_pair(lambda: nn.Sequential(Part(), Part()).double())
     for part, axis in ((model[0], "a"), (model[1], "b")):
         plan = {
-            "norm": SequenceParallel(sequence_dim=0), "up": ColwiseParallel(input_layouts=Shard(0)),
+            "norm": SequenceParallel(sequence_dim=0),
+            "up": ColwiseParallel(input_layouts=Shard(0)),
             "down": RowwiseParallel(output_layouts=Replicate()),
         }
         parallelize_module(part, mesh[axis], plan)

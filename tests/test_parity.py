@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -11,7 +12,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.distributed.tensor import Replicate, Shard
 
 from gtp_dtensor import GTPConfig, GTPStyle, reset_stats, stats
 from tests.harness import ranks
@@ -44,8 +44,15 @@ def test_every_kind_of_module(mesh, rank, world_size, case, optimizer):
     parallelize_module(model, mesh, GTPStyle(min_numel=30))
     assert stats(model).num_sharded_weights > 0
     train_beside_reference(
-        model, reference, batch, rank=rank, world_size=world_size, optimizer=optimizer, num_microbatches=2,
-        num_steps=4, rtol=EXACT if optimizer == "sgd" else 1e-9,
+        model,
+        reference,
+        batch,
+        rank=rank,
+        world_size=world_size,
+        optimizer=optimizer,
+        num_microbatches=2,
+        num_steps=4,
+        rtol=EXACT if optimizer == "sgd" else 1e-9,
     )  # Adam divides by the root of tiny second moments, which lifts rounding
     s = stats(model)
     assert s.num_pending == 0 and s.live_lease_bytes == 0 and s.num_prefetch_hits > 0
@@ -126,8 +133,15 @@ def test_sync_reduction_leaves_nothing_pending_after_each_use(mesh):
         for layer in model.layers:  # runs when the backward of the layer is over
             layer.register_full_backward_hook(
                 lambda *_, model=model, pending=pending: pending.append(
-                    sum(len(r.reducer.pending) for r in {w.runtime for m in model.modules() if "_gtp" in m.__dict__
-                                                         for w in m.__dict__["_gtp"].weights.values()})
+                    sum(
+                        len(r.reducer.pending)
+                        for r in {
+                            w.runtime
+                            for m in model.modules()
+                            if "_gtp" in m.__dict__
+                            for w in m.__dict__["_gtp"].weights.values()
+                        }
+                    )
                 )
             )
         model(torch.randn(4, 16, requires_grad=True)).sum().backward()
@@ -175,12 +189,15 @@ def test_mixed_precision(mesh, rank, world_size, reduce_dtype):
 @ranks(4)
 def test_fp32_accumulation_rounds_once(mesh, rank, world_size):
     """bf16 rows exchanged, summed in float32: equal to a float32 sum of the bf16 contributions. 2 ranks: bypassed."""
+
     def grads(accumulate, mesh):
         torch.manual_seed(0)
         layer = nn.Linear(64, 33, bias=False)
         config = GTPConfig(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16,
-            reduce_scatter_with_fp32_accumulation=accumulate, calculate_per_token_loss=True,
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.bfloat16,
+            reduce_scatter_with_fp32_accumulation=accumulate,
+            calculate_per_token_loss=True,
         )
         parallelize_module(layer, mesh, GTPStyle(config))
         x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
@@ -216,9 +233,12 @@ def _llama_tp_plan(num_layers: int) -> dict:
             block + "feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
         }
         for name, style in (
-            ("attention.wq", ColwiseParallel()), ("attention.wk", ColwiseParallel()),
-            ("attention.wv", ColwiseParallel()), ("attention.wo", RowwiseParallel(output_layouts=Shard(1))),
-            ("feed_forward.w1", ColwiseParallel()), ("feed_forward.w3", ColwiseParallel()),
+            ("attention.wq", ColwiseParallel()),
+            ("attention.wk", ColwiseParallel()),
+            ("attention.wv", ColwiseParallel()),
+            ("attention.wo", RowwiseParallel(output_layouts=Shard(1))),
+            ("feed_forward.w1", ColwiseParallel()),
+            ("feed_forward.w3", ColwiseParallel()),
             ("feed_forward.w2", RowwiseParallel(output_layouts=Shard(1))),
         ):
             plan[block + name] = style
@@ -237,8 +257,13 @@ def test_llama_with_tensor_and_sequence_parallel(rank, order, optimizer):
     parallelize_module(model, mesh["tp"], plan)
     parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30))
     train_beside_reference(
-        model, reference, lambda step: torch.randint(0, 24, (4, 6), generator=torch.Generator().manual_seed(step)),
-        rank=mesh["gtp"].get_local_rank(), world_size=2, optimizer=optimizer, num_microbatches=2,
+        model,
+        reference,
+        lambda step: torch.randint(0, 24, (4, 6), generator=torch.Generator().manual_seed(step)),
+        rank=mesh["gtp"].get_local_rank(),
+        world_size=2,
+        optimizer=optimizer,
+        num_microbatches=2,
         rtol=EXACT if optimizer == "sgd" else 1e-9,
     )
     assert stats(model).num_pending == 0
@@ -257,8 +282,13 @@ def test_a_plan_may_name_modules(mesh, rank, world_size, plan):
         parallelize_module(model, mesh, {"tok_embeddings": style(), "layers.*": style(), "output": style()})
         parallelize_module(model, mesh, {"norm": style()})
     train_beside_reference(
-        model, reference, lambda step: torch.randint(0, 24, (8, 6), generator=torch.Generator().manual_seed(step)),
-        rank=rank, world_size=world_size, num_microbatches=2, rtol=EXACT,
+        model,
+        reference,
+        lambda step: torch.randint(0, 24, (8, 6), generator=torch.Generator().manual_seed(step)),
+        rank=rank,
+        world_size=world_size,
+        num_microbatches=2,
+        rtol=EXACT,
     )
     tokens = torch.randint(0, 24, (8, 6), generator=torch.Generator().manual_seed(0))
     for _ in range(3):  # by now the modules' schedules have become one
@@ -281,7 +311,11 @@ def test_some_weights_stay_whole(mesh, rank, world_size, where):
     assert model.layers[0].weight.placements == (Shard(0),)
     assert model.layers[1].weight.placements == (Replicate(),)
     train_beside_reference(
-        model, reference, lambda step: torch.randn(4, 16, dtype=torch.float64), rank=rank, world_size=world_size,
+        model,
+        reference,
+        lambda step: torch.randn(4, 16, dtype=torch.float64),
+        rank=rank,
+        world_size=world_size,
         rtol=EXACT,
     )
 

@@ -39,9 +39,7 @@ def tokens(step, num=4):
 
 
 def train(model, reference, rank, world_size, num_steps=2):
-    train_beside_reference(
-        model, reference, tokens, rank=rank, world_size=world_size, num_steps=num_steps, rtol=1e-12
-    )
+    train_beside_reference(model, reference, tokens, rank=rank, world_size=world_size, num_steps=num_steps, rtol=1e-12)
 
 
 def sharded_llama(mesh, config=GTPConfig(), **kwargs):
@@ -356,7 +354,8 @@ def test_two_models_do_not_see_each_other(mesh, rank, world_size):
         x = tokens(step)
         losses = []
         for a, b, mine in (
-            (teacher, student, local_slice(x, rank, world_size)), (teacher_reference, student_reference, x)
+            (teacher, student, local_slice(x, rank, world_size)),
+            (teacher_reference, student_reference, x),
         ):
             with torch.no_grad():
                 target = a(mine)
@@ -381,7 +380,10 @@ def test_a_deleted_model_frees_everything(mesh, rank, world_size):
         model, reference = sharded_llama(mesh)
         train(model, reference, rank, world_size)
         schedule_table(model), finalize_grads(model)
-        alive += [weakref.ref(model.output._gtp.weights["weight"]), weakref.ref(model.output._gtp.weights["weight"].runtime)]
+        alive += [
+            weakref.ref(model.output._gtp.weights["weight"]),
+            weakref.ref(model.output._gtp.weights["weight"].runtime),
+        ]
         alive += [weakref.ref(param) for param in model.parameters()]
         groups = process_groups(model)
         del model, reference
@@ -411,7 +413,9 @@ def test_clip_grad_norm(mesh, rank, world_size, norm_type):
     for (name, mine), theirs in zip(model.named_parameters(), reference.parameters()):
         assert torch.allclose(full(mine.grad), theirs.grad, rtol=1e-11, atol=1e-15), name
     again = clip_grad_norm_(model.parameters(), float("inf"), norm_type)
-    assert torch.allclose(again, torch.tensor(limit, dtype=again.dtype), rtol=1e-4)  # the factor's 1e-6 in a norm of 0.08
+    assert torch.allclose(
+        again, torch.tensor(limit, dtype=again.dtype), rtol=1e-4
+    )  # the factor's 1e-6 in a norm of 0.08
     stock = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"), norm_type)
     assert torch.allclose(stock.full_tensor(), again, rtol=1e-9)  # torch's own meets one mesh
 

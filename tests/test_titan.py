@@ -15,10 +15,21 @@ from tests.titan_runs import DEBUG_TOML, SMALL, metrics, train
 def cache(tmp_path_factory):
     """Options that share the trained tokenizer and the tokens between the jobs of this module, and a first job's folder."""
     folder = tmp_path_factory.mktemp("titan")
-    options = [*SMALL, f"--training.token_cache_folder={folder}/tokens", "--training.exact_grad_norm",
-               "--lr_scheduler.warmup_steps=0", "--metrics.no_enable_tensorboard"]
-    train(folder / "single", 1, *options, "--gtp.tensor_parallel_num_weight_shards=1", "--training.steps=6",
-          "--checkpoint.interval=100")
+    options = [
+        *SMALL,
+        f"--training.token_cache_folder={folder}/tokens",
+        "--training.exact_grad_norm",
+        "--lr_scheduler.warmup_steps=0",
+        "--metrics.no_enable_tensorboard",
+    ]
+    train(
+        folder / "single",
+        1,
+        *options,
+        "--gtp.tensor_parallel_num_weight_shards=1",
+        "--training.steps=6",
+        "--checkpoint.interval=100",
+    )
     return folder, [*options, f"--model.hf_assets_path={folder}/single/checkpoint/tokenizer"]
 
 
@@ -26,13 +37,20 @@ def largest_difference(one, other, key):
     return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("num_ranks, options", [
-    (2, ["--gtp.tensor_parallel_num_weight_shards=2"]),
-    (4, ["--gtp.tensor_parallel_num_weight_shards=4", "--parallelism.tensor_parallel_degree=2"]),
-    pytest.param(2, ["--activation_checkpoint.mode=full"], marks=pytest.mark.slow),
-    pytest.param(2, ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
-                 marks=pytest.mark.slow),
-], ids=["gtp2", "tp2gtp2", "full_recompute", "selective_recompute"])
+@pytest.mark.parametrize(
+    "num_ranks, options",
+    [
+        (2, ["--gtp.tensor_parallel_num_weight_shards=2"]),
+        (4, ["--gtp.tensor_parallel_num_weight_shards=4", "--parallelism.tensor_parallel_degree=2"]),
+        pytest.param(2, ["--activation_checkpoint.mode=full"], marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["gtp2", "tp2gtp2", "full_recompute", "selective_recompute"],
+)
 def test_losses_and_norms_are_those_of_a_single_process(cache, tmp_path, num_ranks, options):
     folder, common = cache
     run = train(tmp_path, num_ranks, *common, *options, "--training.steps=6", "--checkpoint.no_enable")
@@ -54,8 +72,15 @@ def test_a_checkpoint_resumes_at_another_degree(cache, tmp_path):
     """Three steps on two ranks, three more on four: the losses and norms of six steps on one."""
     folder, common = cache
     train(tmp_path, 2, *common, "--training.steps=3", "--checkpoint.interval=3")
-    train(tmp_path, 4, *common, "--training.steps=6", "--checkpoint.interval=100",
-          "--gtp.tensor_parallel_num_weight_shards=4", "--parallelism.tensor_parallel_degree=2")
+    train(
+        tmp_path,
+        4,
+        *common,
+        "--training.steps=6",
+        "--checkpoint.interval=100",
+        "--gtp.tensor_parallel_num_weight_shards=4",
+        "--parallelism.tensor_parallel_degree=2",
+    )
     mine, single = metrics(tmp_path), metrics(folder / "single")
     assert [record["step"] for record in mine] == [1, 2, 3, 4, 5, 6]
     assert largest_difference(mine, single, "loss") < 1e-6 and largest_difference(mine, single, "grad_norm") < 1e-6
@@ -67,10 +92,23 @@ def test_off_is_torchtitan_bit_for_bit(cache, tmp_path):
     results = []
     for mode in ("stock", "ours"):
         out, dump = tmp_path / f"{mode}.pt", tmp_path / mode
-        options = [f"--job.config_file={DEBUG_TOML}", f"--job.dump_folder={dump}", *common, "--checkpoint.no_enable",
-                   "--training.no_exact_grad_norm", "--gtp.tensor_parallel_num_weight_shards=1", "--training.steps=20"]
-        environment = {**titan_runs.environment(), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        options = [
+            f"--job.config_file={DEBUG_TOML}",
+            f"--job.dump_folder={dump}",
+            *common,
+            "--checkpoint.no_enable",
+            "--training.no_exact_grad_norm",
+            "--gtp.tensor_parallel_num_weight_shards=1",
+            "--training.steps=20",
+        ]
+        environment = {
+            **titan_runs.environment(),
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+        }
         command = [sys.executable, "-m", "tests.titan_runs", mode, str(out), *options]
         run = subprocess.run(command, cwd=titan_runs.ROOT, env=environment, capture_output=True, text=True, timeout=300)
         assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
@@ -107,9 +145,21 @@ def test_a_dead_rank_takes_the_others_down(cache, tmp_path):
     )
     environment = titan_runs.environment()
     environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               "-m", "titan_integration.train", f"--job.config_file={DEBUG_TOML}", f"--job.dump_folder={tmp_path}/out",
-               *common, "--training.steps=5", "--checkpoint.no_enable", "--experimental.custom_import=killer"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "-m",
+        "titan_integration.train",
+        f"--job.config_file={DEBUG_TOML}",
+        f"--job.dump_folder={tmp_path}/out",
+        *common,
+        "--training.steps=5",
+        "--checkpoint.no_enable",
+        "--experimental.custom_import=killer",
+    ]
     run = subprocess.run(command, cwd=titan_runs.ROOT, env=environment, capture_output=True, text=True, timeout=200)
     output = run.stdout + run.stderr
     assert run.returncode != 0
@@ -120,22 +170,43 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("num_ranks, options, message", [
-    (2, ["--gtp.tensor_parallel_num_weight_shards=1", "--parallelism.tensor_parallel_degree=2"],
-     r"tensor_parallel_num_weight_shards = 1.*tensor_parallel_degree = 2"),
-    (2, ["--gtp.tensor_parallel_num_weight_shards=3", "--parallelism.tensor_parallel_degree=2"],
-     r"tensor_parallel_num_weight_shards = 3.*(divisible|multiple)"),
-    slow(2, ["--gtp.tensor_parallel_num_weight_shards=3"], r"does not divide the 2 ranks.*start 3 ranks"),
-    (4, [], r"data_parallel_shard_degree.*would be 2.*not supported together with gtp yet"),
-    slow(1, ["--gtp.look_ahed=2"], r"look_ahed"),
-    slow(2, ["--gtp.exclude", "layers.9.*"], r"exclude.*'layers\.9\.\*' matches nothing"),
-    slow(2, ["--gtp.wire_format=mxfp8"], r"mxfp8.*not served"),
-    slow(2, ["--gtp.no_calculate_per_token_loss"], r"calculate_per_token_loss"),
-    slow(2, ["--parallelism.fsdp_reshard_after_forward=never"], r"fsdp_reshard_after_forward"),
-    slow(2, ["--training.enable_cpu_offload"], r"enable_cpu_offload"),
-    slow(2, ["--compile.enable"], r"compile"),
-], ids=["below_tp", "not_divisible", "not_dividing_ranks", "dp_shard", "unknown_key", "exclude", "wire_format",
-        "mean_loss", "reshard", "offload", "compile"])
+@pytest.mark.parametrize(
+    "num_ranks, options, message",
+    [
+        (
+            2,
+            ["--gtp.tensor_parallel_num_weight_shards=1", "--parallelism.tensor_parallel_degree=2"],
+            r"tensor_parallel_num_weight_shards = 1.*tensor_parallel_degree = 2",
+        ),
+        (
+            2,
+            ["--gtp.tensor_parallel_num_weight_shards=3", "--parallelism.tensor_parallel_degree=2"],
+            r"tensor_parallel_num_weight_shards = 3.*(divisible|multiple)",
+        ),
+        slow(2, ["--gtp.tensor_parallel_num_weight_shards=3"], r"does not divide the 2 ranks.*start 3 ranks"),
+        (4, [], r"data_parallel_shard_degree.*would be 2.*not supported together with gtp yet"),
+        slow(1, ["--gtp.look_ahed=2"], r"look_ahed"),
+        slow(2, ["--gtp.exclude", "layers.9.*"], r"exclude.*'layers\.9\.\*' matches nothing"),
+        slow(2, ["--gtp.wire_format=mxfp8"], r"mxfp8.*not served"),
+        slow(2, ["--gtp.no_calculate_per_token_loss"], r"calculate_per_token_loss"),
+        slow(2, ["--parallelism.fsdp_reshard_after_forward=never"], r"fsdp_reshard_after_forward"),
+        slow(2, ["--training.enable_cpu_offload"], r"enable_cpu_offload"),
+        slow(2, ["--compile.enable"], r"compile"),
+    ],
+    ids=[
+        "below_tp",
+        "not_divisible",
+        "not_dividing_ranks",
+        "dp_shard",
+        "unknown_key",
+        "exclude",
+        "wire_format",
+        "mean_loss",
+        "reshard",
+        "offload",
+        "compile",
+    ],
+)
 def test_bad_input_is_refused_by_name(cache, tmp_path, num_ranks, options, message):
     _, common = cache
     run = train(tmp_path, num_ranks, *common, "--training.steps=1", "--checkpoint.no_enable", *options, check=False)

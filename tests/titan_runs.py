@@ -22,12 +22,18 @@ def train(
 ) -> subprocess.CompletedProcess:
     """A torchrun of ``titan_integration.train`` on CPUs; raises with the end of its output where it fails."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}",
-        "-m", "titan_integration.train", f"--job.config_file={config}", f"--job.dump_folder={folder}", *options,
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={num_ranks}",
+        "-m",
+        "titan_integration.train",
+        f"--job.config_file={config}",
+        f"--job.dump_folder={folder}",
+        *options,
     ]
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout
-    )
+    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout)
     if check and result.returncode != 0:
         raise AssertionError(f"{' '.join(command)}\n{(result.stdout + result.stderr)[-6000:]}")
     return result

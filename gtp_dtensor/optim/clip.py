@@ -45,7 +45,9 @@ def _partial_norm(grads: list[torch.Tensor], norm_type: float, device: torch.dev
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0,
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scale gradients in place so that their global norm is at most ``max_norm``; returns the norm before scaling.
