@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable as torch_once_differenti
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from .layout import new_dtensor
 from .members import small_of, state_members, weight_of
 from .reduce import wants_gradient_returned
 from .schedule import Kind
@@ -291,7 +292,7 @@ class _TPEmbedding(torch.autograd.Function):
         ctx.save_for_backward(local_ids, outside)
         shape = torch.Size((*local_ids.shape, param.shape[1]))
         meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), y.dtype)
-        return DTensor(y, DTensorSpec(tp.mesh, (placement,), tensor_meta=meta), requires_grad=False)
+        return new_dtensor(y, DTensorSpec(tp.mesh, (placement,), tensor_meta=meta))
 
     @staticmethod
     @once_differentiable

@@ -31,6 +31,7 @@ class ModuleState:
         self.weights: dict[str, ShardedWeight] = {}
         self.smalls: dict[str, SmallParam] = {}
         self.borrows: list[str] = []
+        self.is_simple = False  # owns whole vectors only
 
     def __deepcopy__(self, memo: dict) -> ModuleState:
         """A copied model gets members of its own, bound to the copied parameters and to one copied runtime."""
@@ -40,7 +41,7 @@ class ModuleState:
             raise RuntimeError("a GTP module state can only be copied together with its module: deepcopy the module")
         state = ModuleState(new)
         memo[id(self)] = state
-        state.borrows = list(self.borrows)
+        state.borrows, state.is_simple = list(self.borrows), self.is_simple
         for mine, theirs in ((self.weights, state.weights), (self.smalls, state.smalls)):
             for name, member in mine.items():
                 theirs[name] = _copy_member(member, memo)

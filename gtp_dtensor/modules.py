@@ -52,6 +52,26 @@ def _exposed(module: nn.Module) -> Iterator[None]:
         _refresh_flat_weights(module)
 
 
+def _forward_with_whole_params(
+    base: type[nn.Module], module: nn.Module, state: ModuleState, args: tuple, kwargs: dict
+) -> object:
+    """What ``_exposed`` does, for the many small modules (norms) that own whole vectors and nothing else."""
+    attributes = module.__dict__
+    exposed = []
+    try:
+        for name in state.smalls:
+            if module._parameters.get(name) is not None:
+                tensor = attributes[name] = functional.use_small(module, name)
+                exposed.append((name, tensor, 0 if tensor.is_inference() else tensor._version))
+        output = base.forward(module, *args, **kwargs)
+        for name, tensor, version in exposed:
+            _check_not_written(module, name, tensor, version)
+        return output
+    finally:
+        for name, _, _ in exposed:
+            del attributes[name]
+
+
 def use(module: nn.Module, name: str) -> torch.Tensor:
     """``module``'s parameter ``name`` as its forward sees it."""
     sharded = name in module.__dict__[STATE].weights
@@ -92,6 +112,9 @@ def sharded_class(base: type[nn.Module], explicit: bool) -> type[nn.Module]:
     else:
 
         def forward(self: nn.Module, *args, **kwargs):
+            state: ModuleState = self.__dict__[STATE]
+            if state.is_simple and not state.smalls.keys() & self.__dict__.keys():
+                return _forward_with_whole_params(base, self, state, args, kwargs)
             args, kwargs = functional.cast_arguments(self, args, kwargs)
             with _exposed(self):
                 return base.forward(self, *args, **kwargs)

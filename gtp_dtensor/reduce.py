@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from .layout import new_dtensor
 from .modes import annotation, plain_ops
 from .transport import Transfer
 
@@ -41,7 +42,7 @@ def scaled(local: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tenso
 
 def grad_like(param: torch.Tensor, local: torch.Tensor) -> DTensor:
     """``local`` as a gradient of the DTensor ``param``: its mesh and placements."""
-    return DTensor(local, param._spec, requires_grad=False)
+    return new_dtensor(local, param._spec)
 
 
 def check_grad(param: torch.Tensor, fqn: str) -> None:
@@ -198,7 +199,7 @@ class Reducer:
             self._runtime.transport.all_reduce(flat)
             parts = flat.split([local.numel() for _, _, local, _ in group])
             for (_, param, local, _), part in zip(group, parts):
-                accumulate(param, part.view(local.shape).clone(), self.scale())
+                accumulate(param, part.view(local.shape), self.scale())  # gradients are views of one buffer
             self._runtime.counters.num_small_reductions += 1
 
     # ---- draining

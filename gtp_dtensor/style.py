@@ -352,6 +352,8 @@ class _Application:
         explicit = has_explicit_forward(module) and "weight" in state.weights and not state.borrows
         if state.weights and not explicit:
             self.general.add(type(module).__name__)
+        vectors_only = all(len(small.spec.shape) < 2 for small in state.smalls.values())
+        state.is_simple = vectors_only and not (state.weights or state.borrows or isinstance(module, nn.RNNBase))
         module.__class__ = sharded_class(type(module), explicit)
 
     def _convert(self, fqn: str, param: nn.Parameter) -> ShardedWeight | SmallParam:
