@@ -77,6 +77,25 @@ def new_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
+def check_replacement(param: torch.Tensor, spec: DTensorSpec, local_shape: torch.Size, fqn: str) -> None:
+    """Raise ``RuntimeError`` where ``param``, which took the place of a parameter, is not stored as that one was."""
+    is_dtensor = isinstance(param, DTensor)
+    if (
+        is_dtensor
+        and param._spec.placements == spec.placements
+        and param._spec.mesh == spec.mesh
+        and param.shape == spec.shape
+        and param._local_tensor.shape == local_shape
+    ):
+        return
+    found = f"DTensor{tuple(param.placements)}" if is_dtensor else type(param).__name__
+    raise RuntimeError(
+        f"{fqn}: the parameter was replaced by a {found} of shape {tuple(param.shape)}; GTP needs a DTensor with "
+        f"placements {spec.placements} on mesh axes {spec.mesh.mesh_dim_names} and shape {tuple(spec.shape)} (load such a "
+        "one, or copy values into the existing parameter)"
+    )
+
+
 def gtp_axis_name(mesh: DeviceMesh) -> str:
     """What a 1-D gtp mesh calls its axis; "gtp" where it has no names."""
     return mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "gtp"

@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .config import GTPConfig
-from .layout import storage_mesh
+from .layout import check_replacement, storage_mesh
 from .runtime import Domain, Runtime
 from .small import SmallParam
 from .weight import ShardedWeight
@@ -94,7 +94,7 @@ def _follow(member: Member, module: nn.Module, name: str, peers) -> Member:
             f"{member.fqn}: the parameter is gone from its module; a parametrization or pruning has to be registered "
             "before GTPStyle"
         )
-    member.check_param(param)
+    check_replacement(param, member.spec, member.param._local_tensor.shape, member.fqn)
     for peer in peers:
         if peer.param is param:
             peer.add_owner(module, name)

@@ -46,19 +46,6 @@ class SmallParam:
     def add_owner(self, module: nn.Module, name: str) -> None:
         self.owners.append((weakref.ref(module), name))
 
-    def check_param(self, param: torch.Tensor) -> None:
-        """Raise where a replaced parameter does not have the same layout."""
-        if (
-            not isinstance(param, DTensor)
-            or param._spec.placements != self.spec.placements
-            or (param._spec.mesh != self.spec.mesh or param.shape != self.spec.shape)
-        ):
-            raise RuntimeError(
-                f"{self.fqn}: the parameter was replaced by a {type(param).__name__} of shape {tuple(param.shape)}; GTP "
-                f"needs a DTensor with placements {self.spec.placements} on mesh axes {self.spec.mesh.mesh_dim_names} "
-                f"and shape {tuple(self.spec.shape)}"
-            )
-
     def replace_param(self, param: nn.Parameter) -> None:
         """Use ``param`` from now on (its layout was checked)."""
         self.param = param

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from .layout import RowCut, TPLayout
@@ -199,22 +198,6 @@ class ShardedWeight:
 
     def add_owner(self, module: nn.Module, name: str) -> None:
         self.owners.append((weakref.ref(module), name))
-
-    def check_param(self, param: torch.Tensor) -> None:
-        """Raise where a replaced parameter is not a shard of the same layout."""
-        local_shape = (self.num_local_rows, *self.tp_local_shape[1:])
-        if (
-            not isinstance(param, DTensor)
-            or param._spec.placements != self.spec.placements
-            or (param._spec.mesh != self.spec.mesh or param.shape != self.spec.shape)
-            or param._local_tensor.shape != local_shape
-        ):
-            found = f"DTensor{tuple(param.placements)}" if isinstance(param, DTensor) else type(param).__name__
-            raise RuntimeError(
-                f"{self.fqn}: the parameter was replaced by a {found} of shape {tuple(param.shape)}; GTP needs a DTensor "
-                f"with placements {self.spec.placements} on mesh axes {self.spec.mesh.mesh_dim_names} and shape "
-                f"{tuple(self.spec.shape)} (load such a one, or copy values into the existing parameter)"
-            )
 
     def replace_param(self, param: nn.Parameter) -> None:
         """Use ``param`` from now on (its layout was checked)."""

@@ -234,5 +234,7 @@ def test_no_host_synchronisation_inside_a_step(mesh, rank, world_size, device):
     try:
         for _ in range(3):
             step()
+        with pytest.raises(RuntimeError, match="synchroniz"):  # the trap is armed
+            x.sum().item()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -43,6 +43,17 @@ def _partial_norm(grads: list[torch.Tensor], norm_type: float, device: torch.dev
     return torch.stack([norm.double() for norm in norms]).pow(norm_type).sum()
 
 
+def _the_mesh(parameters: list[torch.Tensor]) -> DeviceMesh | None:
+    """The mesh that all DTensors among ``parameters`` lie on; None where there are none."""
+    meshes = list(dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor)))
+    if len(meshes) > 1:
+        raise NotImplementedError(
+            f"clip_grad_norm_: parameters lie on {len(meshes)} meshes "
+            f"({'; '.join(str(m.mesh_dim_names) for m in meshes)}); this release serves one"
+        )
+    return meshes[0] if meshes else None
+
+
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
@@ -74,26 +85,17 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type={norm_type} must be positive")
     grads = [p.grad for p in parameters if p.grad is not None]
-    meshes: list[DeviceMesh] = []
-    for p in parameters:
-        if isinstance(p, DTensor) and p.device_mesh not in meshes:
-            meshes.append(p.device_mesh)
-    if len(meshes) > 1:
-        raise NotImplementedError(
-            f"clip_grad_norm_: parameters lie on {len(meshes)} meshes "
-            f"({'; '.join(str(m.mesh_dim_names) for m in meshes)}); this release serves one"
-        )
-    if not grads and not meshes:
+    mesh = _the_mesh(parameters)
+    if not grads and mesh is None:
         return torch.tensor(0.0)
     first = next(iter(grads), parameters[0])
     device = first._local_tensor.device if isinstance(first, DTensor) else first.device
     sharded = [_local_contribution(g) for g in grads if isinstance(g, DTensor)]
     total = _partial_norm([g for g in sharded if g is not None], norm_type, device)
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    for mesh in meshes:
-        for axis in range(mesh.ndim):
-            if mesh.size(axis) > 1:
-                dist.all_reduce(total, op=op, group=mesh.get_group(axis))
+    for axis in range(0 if mesh is None else mesh.ndim):
+        if mesh.size(axis) > 1:
+            dist.all_reduce(total, op=op, group=mesh.get_group(axis))
     plain = _partial_norm([g for g in grads if not isinstance(g, DTensor)], norm_type, device)
     total = torch.maximum(total, plain) if math.isinf(norm_type) else (total + plain).pow(1.0 / norm_type)
     if all(g.dtype != torch.float64 for g in grads):
