@@ -41,12 +41,16 @@ def once_differentiable(backward: Callable) -> Callable:
     return wrapper
 
 
-def apply(function: type[torch.autograd.Function], *args):
-    """``function.apply(*args)``, past a Python layer that only functorch and compilers need, and that looks at every
-    argument."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)
+def fast_apply(function: type[torch.autograd.Function]) -> Callable:
+    """``function.apply``, past a Python layer that only functorch and compilers need, and that looks at every argument."""
+    direct = super(torch.autograd.Function, function).apply
+    is_compiling, is_transformed = torch.compiler.is_compiling, torch._C._are_functorch_transforms_active
+
+    @functools.wraps(function.apply)
+    def apply(*args):
+        return function.apply(*args) if is_compiling() or is_transformed() else direct(*args)
+
+    return apply
 
 
 class Edge(Enum):
@@ -57,28 +61,34 @@ class Edge(Enum):
     CAPTURED = 2  # returned by torch.autograd.grad
 
 
+# Looking a member up in its class costs more than a method call.
+_UNUSED, _ACCUMULATED, _CAPTURED = Edge
+_BACKWARD = Kind.BACKWARD
+_running_node, _will_run = torch._C._current_autograd_node, torch._C._will_engine_execute_node
+
+
 def engine_edges() -> list[Edge]:
     """One entry for each tensor input of the autograd node that is running, in order."""
     edges = []
-    for node, _ in torch._C._current_autograd_node().next_functions:
+    for node, _ in _running_node().next_functions:
         if node is None:
-            edges.append(Edge.UNUSED)
+            edges.append(_UNUSED)
             continue
         try:
-            edges.append(Edge.ACCUMULATED if torch._C._will_engine_execute_node(node) else Edge.UNUSED)
+            edges.append(_ACCUMULATED if _will_run(node) else _UNUSED)
         except RuntimeError:  # raised for a leaf exactly when autograd.grad captures it
-            edges.append(Edge.CAPTURED)
+            edges.append(_CAPTURED)
     return edges
 
 
 def _param_edge(param: nn.Parameter, edge: Edge) -> Edge:
     """Like the engine, drop the gradient of a leaf that was frozen after the forward, unless hooks wait for it."""
-    wanted = param.requires_grad or edge is Edge.CAPTURED or wants_gradient_returned(param)
-    return edge if wanted else Edge.UNUSED
+    wanted = param.requires_grad or edge is _CAPTURED or wants_gradient_returned(param)
+    return edge if wanted else _UNUSED
 
 
 def _reduce_weight_grad(weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, edge: Edge) -> DTensor | None:
-    returned = edge is Edge.CAPTURED or wants_gradient_returned(param)
+    returned = edge is _CAPTURED or wants_gradient_returned(param)
     return weight.runtime.reducer.launch(weight, param, grad, returned)
 
 
@@ -90,27 +100,30 @@ class _UseSmall(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, param: nn.Parameter, small: SmallParam) -> torch.Tensor:
-        ctx.small, ctx.param = small, param
+        ctx.use = small, param
         return small.read()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple:
-        small, param = ctx.small, ctx.param
+        small, param = ctx.use
         edge = _param_edge(param, engine_edges()[0])
-        if edge is Edge.UNUSED:
+        if edge is _UNUSED:
             return None, None
         small.runtime.enter()
-        if edge is Edge.CAPTURED or wants_gradient_returned(param):
+        if edge is _CAPTURED or wants_gradient_returned(param):
             return small.runtime.reducer.reduce_now(small, param, grad), None
         small.runtime.reducer.collect(small, param, grad)
         return None, None
 
 
+_apply_use_small = fast_apply(_UseSmall)
+
+
 def use_small(module: nn.Module, name: str) -> torch.Tensor:
     """``module``'s whole parameter ``name`` as its forward sees it; gradients flow back into the parameter."""
     small = small_of(module, name)
-    return apply(_UseSmall, small.param, small)
+    return _apply_use_small(small.param, small)
 
 
 # ---- any module
@@ -132,10 +145,13 @@ class _Materialize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple:
         edge = _param_edge(ctx.param, engine_edges()[0])
-        if edge is Edge.UNUSED:
+        if edge is _UNUSED:
             return None, None, None
         ctx.weight.runtime.enter()
         return _reduce_weight_grad(ctx.weight, ctx.param, grad, edge), None, None
+
+
+_apply_materialize = fast_apply(_Materialize)
 
 
 def cast_arguments(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -157,14 +173,15 @@ def cast_arguments(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple,
 def materialize(module: nn.Module, name: str) -> torch.Tensor:
     """The gathered weight ``name`` of ``module``, TP-local shape, in compute dtype; gradients flow back."""
     weight = weight_of(module, name)
-    return apply(_Materialize, weight.param, weight, weight.runtime.forward_kind())
+    return _apply_materialize(weight.param, weight, weight.runtime.forward_kind())
 
 
 # ---- linear
 
 
 def _cast_inputs(x: torch.Tensor, bias: torch.Tensor | None, weight: ShardedWeight) -> tuple:
-    """(x, bias, dtype of autocast or None): in the dtype that is computed in, autocast's, else ``param_dtype``'s."""
+    """(x, bias, the dtype that autocast casts the weight to or None): in the dtype that is computed in, autocast's, else
+    ``param_dtype``'s."""
     autocast = None
     dtype = weight.compute_dtype
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
@@ -175,7 +192,7 @@ def _cast_inputs(x: torch.Tensor, bias: torch.Tensor | None, weight: ShardedWeig
             x = x.to(dtype)
         if bias is not None and bias.dtype != dtype:
             bias = bias.to(dtype)
-    return x, bias, autocast
+    return x, bias, None if autocast is weight.compute_dtype else autocast
 
 
 class _Linear(torch.autograd.Function):
@@ -183,12 +200,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x, param, bias, weight: ShardedWeight, kind: Kind, dtype: torch.dtype | None):
-        lease = weight.runtime.acquire(weight, kind)
+        runtime = weight.runtime
+        lease = runtime.acquire(weight, kind)
         w = lease.read()
         y = F.linear(x, w if dtype is None else w.to(dtype), bias)
         del w
-        weight.runtime.release(lease)
-        ctx.weight, ctx.param, ctx.dtype, ctx.num_writes = weight, param, dtype, weight.num_writes
+        runtime.release(lease)
+        ctx.use = weight, param, dtype, weight.num_writes
         ctx.save_for_backward(x if param.requires_grad else None)
         return y
 
@@ -197,27 +215,43 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
         # Unpacking comes first: it may re-run the whole checkpointed block, with its own uses of weights.
         (x,) = ctx.saved_tensors
-        weight = ctx.weight
+        weight, param, dtype, num_writes = ctx.use
+        runtime = weight.runtime
         edges = engine_edges()
-        x_edge, weight_edge = edges[0], _param_edge(ctx.param, edges[1])
-        bias_edge = edges[2] if len(edges) > 2 else Edge.UNUSED
         grad_x = grad_weight = grad_bias = None
-        if x_edge is not Edge.UNUSED:
-            lease = weight.runtime.acquire(weight, Kind.BACKWARD, num_writes=ctx.num_writes)
+        rows = grad_y if grad_y.dim() == 2 else grad_y.reshape(-1, grad_y.shape[-1])
+        if edges[0] is not _UNUSED:
+            lease = runtime.acquire(weight, _BACKWARD, True, num_writes)
             w = lease.read()
-            grad_x = grad_y @ (w if ctx.dtype is None else w.to(ctx.dtype))
+            grad_x = torch.mm(rows, w if dtype is None else w.to(dtype))
             del w
-            weight.runtime.release(lease)
+            runtime.release(lease)
+            if rows is not grad_y:
+                grad_x = grad_x.view(*grad_y.shape[:-1], grad_x.shape[1])
         else:
-            weight.runtime.enter()
-        rows = grad_y.reshape(-1, grad_y.shape[-1]) if grad_y.dim() != 2 else grad_y
-        if weight_edge is not Edge.UNUSED:
-            weight.runtime.reducer.make_room()  # before the next unsharded gradient is in memory
-            grad = rows.t() @ (x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x)
-            grad_weight = _reduce_weight_grad(weight, ctx.param, grad, weight_edge)
-        if bias_edge is not Edge.UNUSED:
+            runtime.enter()
+        has_bias_grad = len(edges) > 2 and edges[2] is not _UNUSED
+        weight_edge = _param_edge(param, edges[1])
+        if weight_edge is not _UNUSED:
+            runtime.reducer.make_room()  # before the next unsharded gradient is in memory
+            grad = _weight_grad(rows, x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight.reduce_dtype)
+            grad_weight = _reduce_weight_grad(weight, param, grad, weight_edge)
+            del grad
+        if has_bias_grad:
             grad_bias = rows.sum(0)
         return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _weight_grad(grad_rows: torch.Tensor, x_rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """grad_rows^T x_rows, (out, in). On a GPU it leaves the GEMM's float32 accumulator in ``dtype`` where that is float32:
+    no rounding to 16 bits and no kernel that converts; elsewhere in the dtype of its factors."""
+    if dtype is torch.float32 and x_rows.is_cuda and type(x_rows) is type(grad_rows) is torch.Tensor:
+        if x_rows.dtype is grad_rows.dtype and x_rows.dtype in (torch.bfloat16, torch.float16):
+            return torch.mm(grad_rows.t(), x_rows, out_dtype=dtype)
+    return torch.mm(grad_rows.t(), x_rows)
+
+
+_apply_linear = fast_apply(_Linear)
 
 
 def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -225,9 +259,7 @@ def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     weight = weight_of(module, "weight")
     bias = None if module._parameters.get("bias") is None else use_small(module, "bias")
     x, bias, dtype = _cast_inputs(x, bias, weight)
-    if dtype == weight.compute_dtype:
-        dtype = None
-    return apply(_Linear, x, weight.param, bias, weight, weight.runtime.forward_kind(), dtype)
+    return _apply_linear(x, weight.param, bias, weight, weight.runtime.forward_kind(), dtype)
 
 
 # ---- embedding
@@ -251,7 +283,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
         (ids,) = ctx.saved_tensors
         edge = _param_edge(ctx.param, engine_edges()[1])
-        if edge is Edge.UNUSED:
+        if edge is _UNUSED:
             return (None,) * 6
         weight = ctx.weight
         weight.runtime.enter()
@@ -299,7 +331,7 @@ class _TPEmbedding(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
         local_ids, outside = ctx.saved_tensors
         edge = _param_edge(ctx.param, engine_edges()[1])
-        if edge is Edge.UNUSED:
+        if edge is _UNUSED:
             return (None,) * 6
         weight = ctx.weight
         weight.runtime.enter()
@@ -313,6 +345,9 @@ class _TPEmbedding(torch.autograd.Function):
         return None, _reduce_weight_grad(weight, ctx.param, grad, edge), None, None, None, None
 
 
+_apply_embedding, _apply_tp_embedding = fast_apply(_Embedding), fast_apply(_TPEmbedding)
+
+
 def embedding(module: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
     """``module(ids)`` for an embedding whose table is sharded."""
     weight = weight_of(module, "weight")
@@ -322,7 +357,5 @@ def embedding(module: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
             "a tensor-parallel embedding needs them replicated"
         )
     padding_idx = -1 if module.padding_idx is None else module.padding_idx
-    function = _Embedding if weight.tp is None else _TPEmbedding
-    return apply(
-        function, ids, weight.param, weight, padding_idx, module.scale_grad_by_freq, weight.runtime.forward_kind()
-    )
+    apply = _apply_embedding if weight.tp is None else _apply_tp_embedding
+    return apply(ids, weight.param, weight, padding_idx, module.scale_grad_by_freq, weight.runtime.forward_kind())

@@ -9,6 +9,7 @@ results, without an error, where the ranks of an axis do not ascend as they do i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -29,15 +30,15 @@ class RowCut:
     axis_size: int
     alignment: int = 1
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         return -(-self.num_rows // self.axis_size)
 
-    @property
+    @cached_property
     def padded(self) -> int:
         return -(-self.chunk // self.alignment) * self.alignment
 
-    @property
+    @cached_property
     def buffer_rows(self) -> int:
         return self.padded * self.axis_size
 

@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch.autograd import _profiler_enabled
 from torch.utils._python_dispatch import _disable_current_modes
 
 _NOTHING = contextlib.nullcontext()
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def plain_ops() -> contextlib.AbstractContextManager:
@@ -18,7 +20,7 @@ def plain_ops() -> contextlib.AbstractContextManager:
     prefetched gather may be absent: it must see none of ours. And a buffer made under ``inference_mode`` could be
     neither rewritten nor saved for backward later. Free where there is nothing to leave, which is the common case.
     """
-    if torch._C._len_torch_dispatch_stack() or torch.is_inference_mode_enabled() or torch.is_grad_enabled():
+    if _num_dispatch_modes() or torch.is_inference_mode_enabled() or torch.is_grad_enabled():
         return _leave_modes()
     return _NOTHING
 
@@ -26,7 +28,7 @@ def plain_ops() -> contextlib.AbstractContextManager:
 @contextlib.contextmanager
 def _leave_modes() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        if torch._C._len_torch_dispatch_stack():
+        if _num_dispatch_modes():
             stack.enter_context(_disable_current_modes())
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
@@ -34,11 +36,18 @@ def _leave_modes() -> Iterator[None]:
         yield
 
 
-def annotation(what: str, fqn: str) -> contextlib.AbstractContextManager:
-    """A range ``gtp::what fqn`` in the trace of a running profiler; costs next to nothing where none runs."""
-    if not torch.autograd._profiler_enabled():
-        return _NOTHING
-    return torch.profiler.record_function(f"gtp::{what} {fqn}")
+def runs_bare() -> bool:
+    """Whether there is neither a mode to leave nor a profiler to tell: operators may run without :func:`named_ops`."""
+    return not (
+        torch.is_grad_enabled() or _num_dispatch_modes() or _profiler_enabled() or torch.is_inference_mode_enabled()
+    )
+
+
+@contextlib.contextmanager
+def named_ops(what: str, fqn: str) -> Iterator[None]:
+    """:func:`plain_ops`, as a range ``gtp::what fqn`` in the trace of a running profiler."""
+    with plain_ops(), torch.profiler.record_function(f"gtp::{what} {fqn}") if _profiler_enabled() else _NOTHING:
+        yield
 
 
 def in_backward() -> bool:

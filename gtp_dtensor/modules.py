@@ -65,7 +65,8 @@ def _forward_with_whole_params(
                 exposed.append((name, tensor, 0 if tensor.is_inference() else tensor._version))
         output = base.forward(module, *args, **kwargs)
         for name, tensor, version in exposed:
-            _check_not_written(module, name, tensor, version)
+            if not tensor.is_inference() and tensor._version != version:
+                _check_not_written(module, name, tensor, version)
         return output
     finally:
         for name, _, _ in exposed:

@@ -10,7 +10,6 @@ its own samples), or summed (the loss is already divided by the global number of
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +18,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .layout import new_dtensor
-from .modes import annotation, plain_ops
+from .modes import named_ops, plain_ops, runs_bare
 from .transport import Transfer
 
 if TYPE_CHECKING:
@@ -40,11 +39,6 @@ def scaled(local: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tenso
     return local if local.dtype == dtype else local.to(dtype)
 
 
-def grad_like(param: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """``local`` as a gradient of the DTensor ``param``: its mesh and placements."""
-    return new_dtensor(local, param._spec)
-
-
 def check_grad(param: torch.Tensor, fqn: str) -> None:
     """Raise where somebody put a gradient with other placements there, which torch would accept in silence."""
     grad = param.grad
@@ -59,19 +53,33 @@ def check_grad(param: torch.Tensor, fqn: str) -> None:
 def accumulate(param: torch.Tensor, local: torch.Tensor, scale: float) -> None:
     """``param.grad += scale * local``. ``local`` is ours to keep."""
     local = scaled(local, param.dtype, scale)
-    if param.grad is None:
-        param.grad = grad_like(param, local)
+    grad = param.grad
+    if grad is None:
+        param.grad = new_dtensor(local, param._spec)
     else:
-        param.grad._local_tensor.add_(local)
+        grad._local_tensor.add_(local)
 
 
-@dataclass
 class PendingReduction:
-    """A reduce-scatter in flight. Its ``finish`` accumulates into ``.grad``."""
+    """A reduce-scatter in flight: this rank's rows of ``weight``'s gradient are coming."""
 
-    weight: ShardedWeight
-    transfer: Transfer
-    void: list[bool]  # set to [True] to drop the result
+    __slots__ = ("weight", "param", "_out", "_transfer")
+
+    def __init__(self, weight: ShardedWeight, param: nn.Parameter, out: torch.Tensor, transfer: Transfer) -> None:
+        self.weight = weight
+        self.param = param
+        self._out = out
+        self._transfer = transfer
+
+    def receive(self) -> torch.Tensor:
+        """Wait. Returns the rows (num_local_rows, ...), summed and unscaled, ours to keep; :meth:`release` follows."""
+        self._transfer.wait()
+        out, num_rows = self._out, self.weight.num_local_rows
+        return out if out.shape[0] == num_rows else out[:num_rows].clone()
+
+    def release(self) -> None:
+        """What reads the result is enqueued, or nobody wants it."""
+        self._transfer.release()
 
 
 class Reducer:
@@ -79,7 +87,9 @@ class Reducer:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._scale = 1.0 if runtime.config.calculate_per_token_loss else 1.0 / runtime.transport.size
         self.pending: deque[PendingReduction] = deque()
+        self._most_pending = runtime.config.graph_wgrad_ring_size - 1
         # local gradient so far, and whether its sum over tp is still owed
         self.small: dict[tuple[SmallParam, nn.Parameter], tuple[torch.Tensor, bool]] = {}
 
@@ -87,16 +97,21 @@ class Reducer:
     def num_pending(self) -> int:
         return len(self.pending) + len(self.small)
 
-    def scale(self) -> float:
-        return 1.0 if self._runtime.config.calculate_per_token_loss else 1.0 / self._runtime.transport.size
-
     # ---- sharded weights
 
     def make_room(self) -> None:
-        """Before another unsharded gradient is allocated: wait for the oldest ones in flight."""
-        limit = self._runtime.config.graph_wgrad_ring_size - 1
-        while len(self.pending) > limit:
-            self.pending.popleft().transfer.release()
+        """Before another unsharded gradient is allocated: receive the oldest ones in flight."""
+        while len(self.pending) > self._most_pending:
+            self._receive_oldest()
+
+    def _receive_oldest(self) -> None:
+        reduction = self.pending.popleft()
+        if runs_bare():
+            accumulate(reduction.param, reduction.receive(), self._scale)
+        else:
+            with plain_ops():
+                accumulate(reduction.param, reduction.receive(), self._scale)
+        reduction.release()
 
     def launch(self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, returned: bool) -> DTensor | None:
         """Reduce ``grad``, the gradient of the gathered weight (TP-local shape, plain or on the tp mesh).
@@ -104,38 +119,34 @@ class Reducer:
         Accumulates into the ``.grad`` of ``param`` (the leaf that the forward read) and returns None; or, where autograd
         wants the gradient itself (``returned``), waits and returns it as a DTensor placed like the parameter.
         """
-        config = self._runtime.config
-        transport = self._runtime.transport
-        result: list[DTensor] = []
-        void = [False]
         if not returned:
             check_grad(param, weight.fqn)
         self.make_room()
-        with plain_ops():
-            buffer = self._reduction_input(weight, grad)
-            out_dtype = buffer.dtype
-            fp32_sum = config.reduce_scatter_with_fp32_accumulation and out_dtype.itemsize < 4 and transport.size > 2
-            out = buffer.new_empty(weight.send_shape, dtype=torch.float32 if fp32_sum else out_dtype)
-
-            def finish() -> None:
-                if void[0]:
-                    return
-                with plain_ops():
-                    local = out if weight.num_local_rows == out.shape[0] else out[: weight.num_local_rows].clone()
-                    if returned:
-                        result.append(grad_like(param, scaled(local, param.dtype, self.scale())))
-                    else:
-                        accumulate(param, local, self.scale())
-
-            with annotation("reduce", weight.fqn):
-                transfer = transport.reduce_scatter(out, buffer, finish, fp32_sum)
-        weight.counters.num_reductions += 1
-        weight.counters.reduce_bytes += buffer.numel() * buffer.element_size()
-        if returned or not config.async_reduction:
-            transfer.release()
-            return result[0] if returned else None
-        self.pending.append(PendingReduction(weight, transfer, void))
+        if runs_bare():
+            reduction = self._start(weight, param, grad)
+        else:
+            with named_ops("reduce", weight.fqn):
+                reduction = self._start(weight, param, grad)
+        if returned:
+            with plain_ops():
+                local = scaled(reduction.receive(), param.dtype, self._scale)
+            reduction.release()
+            return new_dtensor(local, param._spec)
+        self.pending.append(reduction)
+        if not self._runtime.config.async_reduction:
+            self._receive_oldest()
         return None
+
+    def _start(self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor) -> PendingReduction:
+        config, transport = self._runtime.config, self._runtime.transport
+        buffer = self._reduction_input(weight, grad)
+        dtype = buffer.dtype
+        fp32_sum = config.reduce_scatter_with_fp32_accumulation and dtype.itemsize < 4 and transport.size > 2
+        out = buffer.new_empty(weight.send_shape, dtype=torch.float32 if fp32_sum else dtype)
+        counters = weight.counters
+        counters.num_reductions += 1
+        counters.reduce_bytes += weight.num_buffer_elements * dtype.itemsize
+        return PendingReduction(weight, param, out, transport.reduce_scatter(out, buffer, fp32_sum))
 
     def _reduction_input(self, weight: ShardedWeight, grad: torch.Tensor) -> torch.Tensor:
         if weight.tp is not None:
@@ -145,7 +156,7 @@ class Reducer:
                 dist.all_reduce(grad, group=weight.tp.mesh.get_group())
         if grad.dtype != weight.reduce_dtype:
             grad = grad.to(weight.reduce_dtype)
-        return weight.cut.pack(grad)
+        return grad if weight.is_buffer_exact and grad.is_contiguous() else weight.cut.pack(grad)
 
     # ---- parameters that stay whole
 
@@ -154,12 +165,14 @@ class Reducer:
         check_grad(param, small.fqn)
         with plain_ops():
             local, owes_tp_sum = small.local_grad(grad)
-            local = local.to(small.reduce_dtype)
             key = (small, param)
             before = self.small.get(key)
             if before is None:
                 self.small[key] = (local, owes_tp_sum)
-            elif before[1] == owes_tp_sum:
+                return
+            dtype = small.reduce_dtype
+            before, local = (before[0].to(dtype), before[1]), local.to(dtype)
+            if before[1] == owes_tp_sum:
                 self.small[key] = (before[0] + local, owes_tp_sum)
             else:  # one use sees a part of the sequence, another all of it: settle the partial one now
                 done = local if before[1] else before[0]
@@ -175,7 +188,7 @@ class Reducer:
             if owes_tp_sum:
                 dist.all_reduce(local, group=small.tp.mesh.get_group())
             self._runtime.transport.all_reduce(local)
-            return grad_like(param, scaled(local, param.dtype, self.scale()))
+            return new_dtensor(scaled(local, param.dtype, self._scale), param._spec)
 
     def _reduce_small(self) -> None:
         """One all-reduce over gtp for all of them (one a dtype); before it, one over tp for those that owe it."""
@@ -184,22 +197,22 @@ class Reducer:
         self._runtime.check_small_peers([small for (small, _), _ in entries])
         groups: dict[tuple, list[tuple[SmallParam, nn.Parameter, torch.Tensor, bool]]] = {}
         for (small, param), (local, owes) in entries:
-            key = (local.dtype, small.tp.mesh.get_group().group_name if owes else None)
+            key = (small.reduce_dtype, small.tp.mesh.get_group().group_name if owes else None)
             groups.setdefault(key, []).append((small, param, local, owes))
         for (dtype, tp_group), group in groups.items():
             if tp_group is not None:
-                flat = torch.cat([local.reshape(-1) for _, _, local, _ in group])
+                flat = torch.cat([local.reshape(-1) for _, _, local, _ in group]).to(dtype)
                 dist.all_reduce(flat, group=group[0][0].tp.mesh.get_group())
                 parts = flat.split([local.numel() for _, _, local, _ in group])
                 whole = [(s, p, part.view(local.shape), False) for (s, p, local, _), part in zip(group, parts)]
                 groups[dtype, tp_group] = whole
         for dtype in dict.fromkeys(dtype for dtype, _ in groups):
             group = [entry for (of, _), entries in groups.items() if of == dtype for entry in entries]
-            flat = torch.cat([local.reshape(-1) for _, _, local, _ in group])
+            flat = torch.cat([local.reshape(-1) for _, _, local, _ in group]).to(dtype)
             self._runtime.transport.all_reduce(flat)
             parts = flat.split([local.numel() for _, _, local, _ in group])
             for (_, param, local, _), part in zip(group, parts):
-                accumulate(param, part.view(local.shape), self.scale())  # gradients are views of one buffer
+                accumulate(param, part.view(local.shape), self._scale)  # gradients are views of one buffer
             self._runtime.counters.num_small_reductions += 1
 
     # ---- draining
@@ -208,7 +221,7 @@ class Reducer:
         """Wait for and accumulate everything. Nothing is pending afterwards, also if it raises."""
         try:
             while self.pending:
-                self.pending.popleft().transfer.release()
+                self._receive_oldest()
             if self.small:
                 with plain_ops():
                     self._reduce_small()
@@ -224,9 +237,7 @@ class Reducer:
         launched): ``zero_grad()`` before the next one.
         """
         while self.pending:
-            reduction = self.pending.popleft()
-            reduction.void[0] = True
-            reduction.transfer.release()
+            self.pending.popleft().release()
         self.small = {}
 
 

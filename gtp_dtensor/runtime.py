@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .config import GTPConfig
 from .modes import in_backward, plain_ops
 from .reduce import Reducer
-from .schedule import IN_BACKWARD, Kind, Schedule
+from .schedule import Kind, Schedule
 from .small import SmallParam
 from .transport import CollectiveTransport
 from .weight import Lease, ShardedWeight
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from .members import RootState
 
 
-@dataclass
+_FORWARD, _INFERENCE, _RECOMPUTE, _BACKWARD = Kind  # looking a member up in its class costs more than a method call
+
+
+@dataclass(slots=True)
 class RuntimeCounters:
     """What cannot be told weight by weight."""
 
@@ -173,7 +176,7 @@ class Runtime:
         if self._depth == 0:
             for weight in self.live_weights():
                 lease = weight.next_lease
-                if lease is not None and not (lease.kind is Kind.BACKWARD and torch.is_grad_enabled()):
+                if lease is not None and not (lease.kind is _BACKWARD and torch.is_grad_enabled()):
                     self.drop(lease)
 
     def distrust_copies(self) -> None:
@@ -184,13 +187,14 @@ class Runtime:
     def forward_kind(self) -> Kind:
         """The kind of a forward use that happens now."""
         if in_backward():
-            return Kind.RECOMPUTE
-        return Kind.FORWARD if torch.is_grad_enabled() else Kind.INFERENCE
+            return _RECOMPUTE
+        return _FORWARD if torch.is_grad_enabled() else _INFERENCE
 
     def enter(self) -> None:
         """To be called before anything else at each use and each gradient: notices backwards that begin or died."""
         task = torch._C._current_graph_task_id()
-        if task in self._backwards and self._backwards[task]() is not None:
+        known = self._backwards.get(task)
+        if known() is not None if known is not None else task == -1 and not self._backwards:
             return
         dead = [known for known, end in self._backwards.items() if end() is None]
         for known in dead:
@@ -237,25 +241,27 @@ class Runtime:
             RuntimeError: it was written since.
         """
         self.enter()
-        starts_pass, self._starts_pass = self._starts_pass, False
-        if not self.schedule.record(weight.index, kind, starts_pass):
+        if not self.schedule.record(weight.index, kind, self._starts_pass):
             self.counters.num_mispredictions += 1
             self._free_mispredicted(weight)
+        self._starts_pass = False
         weight.notice_writes()
         if num_writes is not None and num_writes != weight.num_writes:
             weight.refuse_changed()
-        if self._depth == 0 and not in_backward():
+        looks_ahead = self._depth > 0 or kind is _BACKWARD or kind is _RECOMPUTE
+        if not looks_ahead:
             weight.distrust_copy()
         lease = self._take(weight, kind)
         if lease is None:
-            lease = self._gather(weight, kind, prefetched=False)
+            lease = self._gather(weight, kind, False)
             weight.counters.num_on_demand_gathers += 1
         elif lease.prefetched:
             weight.counters.num_prefetch_hits += 1
         lease.wait()
-        if kind is Kind.RECOMPUTE and may_keep and self._has_room_to_keep(weight):
+        if kind is _RECOMPUTE and may_keep and self._has_room_to_keep(weight):
             self._keep(weight, lease)
-        if self.config.weight_prefetch:
+        # Elsewhere a module was called by itself: what comes next is up to the user's code.
+        if looks_ahead and self.config.weight_prefetch:
             self._prefetch(kind)
         return lease
 
@@ -265,12 +271,11 @@ class Runtime:
             lease.end()
 
     def _take(self, weight: ShardedWeight, kind: Kind) -> Lease | None:
-        lease = None
-        if kind is Kind.BACKWARD and weight.kept_lease is not None:
+        if kind is _BACKWARD and weight.kept_lease is not None:
             lease, weight.kept_lease = weight.kept_lease, None
             self._kept_bytes -= lease.num_bytes
             lease.prefetched = False
-        elif weight.next_lease is not None:
+        else:
             lease, weight.next_lease = weight.next_lease, None
         if lease is not None and lease.generation != weight.generation:
             lease.end()
@@ -278,15 +283,15 @@ class Runtime:
         return lease
 
     def _gather(self, weight: ShardedWeight, kind: Kind, prefetched: bool) -> Lease:
-        if weight.needs_refresh:
+        if weight.compute_shard is None:
             self.refresh_copies()
         if self.config.check_param_states:
             weight.check_copy()
             self._check_peers([weight], kind.name.lower() + " use")
         counters = weight.counters
-        if kind is Kind.BACKWARD:
+        if kind is _BACKWARD:
             counters.num_backward_gathers += 1
-        elif kind is Kind.RECOMPUTE:
+        elif kind is _RECOMPUTE:
             counters.num_recompute_gathers += 1
         else:
             counters.num_forward_gathers += 1
@@ -320,7 +325,8 @@ class Runtime:
     def refresh_copies(self) -> None:
         """Rewrite every compute shard that is out of date, all in one foreach copy."""
         with plain_ops():
-            pairs = [weight.refresh_pair() for weight in self.live_weights() if weight.needs_refresh]
+            pairs = [weight.refresh() for weight in self.live_weights() if weight.compute_shard is None]
+            pairs = [pair for pair in pairs if pair is not None]
             if pairs:
                 torch._foreach_copy_([dst for dst, _ in pairs], [src for _, src in pairs])
                 self.counters.num_refreshes += len(pairs)
@@ -328,21 +334,21 @@ class Runtime:
     # ---- looking ahead
 
     def _prefetch(self, current: Kind) -> None:
-        if self._depth == 0 and not in_backward():
-            return  # a module called by itself: what comes next is up to the user's code
+        is_backward = current is _BACKWARD or current is _RECOMPUTE
         for ahead in range(self.config.look_ahead):
             use = self.schedule.peek(ahead)
-            if use is None or use.starts_pass:
+            if use is None or use[2]:  # the next pass
                 return
-            if current in IN_BACKWARD and use.kind not in IN_BACKWARD:
+            index, kind, _ = use
+            if is_backward and kind is not _BACKWARD and kind is not _RECOMPUTE:
                 return  # beyond the end of this backward lies the user's code, perhaps an optimizer step
-            weight = self.weights[use.weight]()
+            weight = self.weights[index]()
             if weight is None:
                 return
-            if weight.next_lease is None and not (use.kind is Kind.BACKWARD and weight.kept_lease is not None):
+            if weight.next_lease is None and (kind is not _BACKWARD or weight.kept_lease is None):
                 # A write that one rank alone made must be noticed before the gather, or it would gather again at the use.
                 weight.notice_writes()
-                weight.next_lease = self._gather(weight, use.kind, prefetched=True)
+                weight.next_lease = self._gather(weight, kind, True)
 
     def _free_mispredicted(self, used: ShardedWeight) -> None:
         """After a misprediction: let go of gathers that neither this use nor the new prediction wants soon."""

@@ -48,34 +48,32 @@ class Schedule:
 
     def __init__(self, capacity: int = 65536) -> None:
         self._capacity = capacity
+        self._most = 2 * capacity
         self._history: list[Use] = []
         self._pointer: int | None = None  # the entry that the newest use repeats
-        # Occurrences of the same use form a chain: the newest one, and for each entry the one before it.
+        # Occurrences of the same use form a chain: the newest one, and for each entry the one before it. Only moving the
+        # pointer needs them, so they lag behind the history until then.
         self._newest: dict[tuple[int, Kind], int] = {}
         self._previous: list[int | None] = []
         self._steps: deque[int] = deque(maxlen=2)  # history lengths at the last two optimizer steps
 
     def record(self, weight: int, kind: Kind, starts_pass: bool) -> bool:
         """Append a use. Returns False where a prediction existed and was another one."""
-        history, key, use = self._history, (weight, kind), None
-        predicted = self.peek(0)
-        if predicted is None:
-            hit = True
-        else:
-            hit = predicted[0] == weight and predicted[1] is kind
-            if hit:
-                self._pointer += 1
-                use = predicted if predicted[2] == starts_pass else None
-        if use is None:
-            use = Use(weight, kind, starts_pass)
-        if predicted is None or not hit:
-            self._pointer = self._best_match(key)
-        self._previous.append(self._newest.get(key))
-        self._newest[key] = len(history)
-        history.append(use)
-        if len(history) >= 2 * self._capacity:
+        history, pointer = self._history, self._pointer
+        if pointer is not None:
+            predicted = history[pointer + 1]
+            if predicted[0] == weight and predicted[1] is kind:
+                self._pointer = pointer + 1
+                history.append(predicted if predicted[2] == starts_pass else Use(weight, kind, starts_pass))
+                if len(history) >= self._most:
+                    self._forget_oldest()
+                return True
+        self._index()
+        self._pointer = self._best_match((weight, kind))
+        history.append(Use(weight, kind, starts_pass))
+        if len(history) >= self._most:
             self._forget_oldest()
-        return hit
+        return pointer is None
 
     def peek(self, ahead: int) -> Use | None:
         """The predicted use that follows ``ahead`` others, or None."""
@@ -101,6 +99,14 @@ class Schedule:
                 return last[i:] + last[:i]
         return last
 
+    def _index(self) -> None:
+        """Bring the chains of occurrences up to date."""
+        history, newest, previous = self._history, self._newest, self._previous
+        for place in range(len(previous), len(history)):
+            key = history[place][:2]
+            previous.append(newest.get(key))
+            newest[key] = place
+
     def _best_match(self, key: tuple[int, Kind]) -> int | None:
         history = self._history
         best, best_score = None, -1
@@ -121,6 +127,7 @@ class Schedule:
         return best
 
     def _forget_oldest(self) -> None:
+        self._index()
         cut = len(self._history) - self._capacity
 
         def shifted(place: int | None) -> int | None:

@@ -53,7 +53,9 @@ class SmallParam:
     def read(self) -> torch.Tensor:
         """What the module computes with: a new tensor object over the parameter's memory, in compute dtype."""
         local = self.param._local_tensor.detach()
-        local = local.to(self.compute_dtype)
+        dtype = self.compute_dtype
+        if local.dtype != dtype:
+            local = local.to(dtype)
         return local if self.tp is None else self.tp.wrap(local)
 
     def local_grad(self, grad: torch.Tensor) -> tuple[torch.Tensor, bool]:

@@ -30,16 +30,12 @@ import torch.nn as nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from .layout import RowCut, TPLayout
-from .modes import annotation, plain_ops
+from .modes import named_ops, runs_bare
 from .schedule import Kind
 from .transport import Transfer
 
 if TYPE_CHECKING:
     from .runtime import Runtime
-
-
-# Names of ranges in a profiler's trace.
-_GATHERS = {kind: f"{kind.name.lower()} gather" for kind in Kind}
 
 
 class LeaseState(Enum):
@@ -50,14 +46,15 @@ class LeaseState(Enum):
     ENDED = "ended"
 
 
+_IN_FLIGHT, _READY, _ENDED = LeaseState  # looking a member up in its class costs more than a method call
 _LEGAL = {
-    (LeaseState.IN_FLIGHT, LeaseState.READY),
-    (LeaseState.IN_FLIGHT, LeaseState.ENDED),  # a prefetch that nobody used
-    (LeaseState.READY, LeaseState.ENDED),
+    (_IN_FLIGHT, _READY),
+    (_IN_FLIGHT, _ENDED),  # a prefetch that nobody used
+    (_READY, _ENDED),
 }
 
 
-@dataclass
+@dataclass(slots=True)
 class WeightCounters:
     """What happened to one weight since the last reset. Summed over weights these make ``GTPStats``."""
 
@@ -97,8 +94,8 @@ class Lease:
         self.kind = kind  # of the use that it was gathered for
         self.generation = weight.generation
         self.prefetched = prefetched
-        self.num_bytes = buffer.numel() * buffer.element_size()
-        self.state = LeaseState.IN_FLIGHT
+        self.num_bytes = weight.gathered_bytes
+        self.state = _IN_FLIGHT
         self._buffer: torch.Tensor | None = buffer
         self._transfer = transfer
         weight.runtime.account_lease(self.num_bytes)
@@ -112,13 +109,13 @@ class Lease:
 
     def wait(self) -> None:
         """IN_FLIGHT -> READY."""
-        if self.state is not LeaseState.READY:
-            self._to(LeaseState.READY)
+        if self.state is not _READY:
+            self._to(_READY)
             self._transfer.wait()
 
     def read(self) -> torch.Tensor:
         """The gathered weight in its TP-local shape: a plain tensor, or a DTensor on the tp mesh."""
-        if self.state is not LeaseState.READY:
+        if self.state is not _READY:
             raise RuntimeError(f"{self.weight.fqn}: read of a gathered weight that is '{self.state.value}'")
         weight = self.weight
         local = self._buffer if weight.is_buffer_exact else weight.cut.unpack(self._buffer)
@@ -126,7 +123,7 @@ class Lease:
 
     def end(self) -> None:
         """READY or IN_FLIGHT -> ENDED. The buffer is let go once the computing stream is ordered after the gather."""
-        self._to(LeaseState.ENDED)
+        self._to(_ENDED)
         self._transfer.release()
         self._buffer = None
         self.weight.runtime.account_lease(-self.num_bytes)
@@ -134,7 +131,7 @@ class Lease:
     def __del__(self) -> None:
         # A lease of the general path is held by the graph node that saved the gathered tensor, and ends with it. One in
         # flight dies with its model: a GPU's stream has to be told; a CPU's collective holds its own tensors.
-        if self._buffer is not None and (self.state is LeaseState.READY or self._buffer.is_cuda):
+        if self._buffer is not None and (self.state is _READY or self._buffer.is_cuda):
             self.end()
 
 
@@ -159,18 +156,20 @@ class ShardedWeight:
         self.tp_local_shape = torch.Size((cut.num_rows, *param._local_tensor.shape[1:]))
         self.buffer_shape = torch.Size((cut.buffer_rows, *self.tp_local_shape[1:]))
         self.send_shape = torch.Size((cut.padded, *self.tp_local_shape[1:]))
+        self.num_buffer_elements = self.buffer_shape.numel()
         self.is_buffer_exact = self.buffer_shape == self.tp_local_shape
         self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
         self.counters = WeightCounters()
         self.serial = -1  # unique in the domain, given by the runtime that adopts this
         self.num_writes = 0  # how often its values really changed
         self.generation = 0
+        self.gathered_bytes = self.num_buffer_elements * self.compute_dtype.itemsize
         self.next_lease: Lease | None = None  # gathered ahead of its use
         self.kept_lease: Lease | None = None  # gathered for recompute, waiting for its backward use
-        self._versions = self._read_versions()
-        self._local = weakref.ref(param._local_tensor)  # to_empty() and to() put another one into the same parameter
-        self._copy: torch.Tensor | None = None  # the compute shard, where it is not the shard itself
-        self._copy_generation = -1
+        self._copy: torch.Tensor | None = None  # memory of the compute shard, where it is not the shard itself
+        # What this rank sends, (cut.padded, ...) in compute dtype: the shard, or its copy; None while it is out of date.
+        self.compute_shard: torch.Tensor | None = None
+        self._remember_versions()
 
     # ---- dtypes and sizes
 
@@ -182,10 +181,6 @@ class ShardedWeight:
     @property
     def reduce_dtype(self) -> torch.dtype:
         return self.runtime.config.reduce_dtype or self.param.dtype
-
-    @property
-    def gathered_bytes(self) -> int:
-        return self.buffer_shape.numel() * self.compute_dtype.itemsize
 
     @property
     def wire_name(self) -> str:
@@ -207,9 +202,10 @@ class ShardedWeight:
 
     def mark_changed(self) -> None:
         """The shard was, or may have been, written: leases and the compute shard of before are void."""
-        self._versions = self._read_versions()
-        self._local = weakref.ref(self.param._local_tensor)
+        self._remember_versions()
         self.generation += 1
+        self.gathered_bytes = self.num_buffer_elements * self.compute_dtype.itemsize
+        self.compute_shard = None
         self.drop_leases()
 
     def drop_leases(self) -> None:
@@ -221,12 +217,15 @@ class ShardedWeight:
     def notice_writes(self) -> None:
         """Compare version counters. Signals (optimizer step, refresh) call :meth:`mark_changed` themselves, because
         foreach and fused kernels leave the counters of a DTensor and of its local tensor unchanged."""
-        versions = self._read_versions()
-        if versions is None:
-            self.mark_changed()
-        elif versions != self._versions or self._local() is not self.param._local_tensor:
+        param = self.param
+        local = param._local_tensor
+        if local is not self._local():  # to_empty() and to() put another one into the same parameter
             self.num_writes += 1
-            self.mark_changed()
+        elif self._counts_versions:
+            if param._version == self._version and local._version == self._local_version:
+                return
+            self.num_writes += 1
+        self.mark_changed()
 
     def refuse_changed(self) -> None:
         """Raise: the weight was written since the forward whose backward runs, and would read other values than it."""
@@ -235,44 +234,39 @@ class ShardedWeight:
             "or a load; the gradient of the input needs the values that the forward read"
         )
 
-    def _read_versions(self) -> tuple[int, int] | None:
-        """None for inference tensors, which count no versions: those are taken as written at each use."""
+    def _remember_versions(self) -> None:
         param = self.param
-        return None if param.is_inference() else (param._version, param._local_tensor._version)
+        local = param._local_tensor
+        self._local = weakref.ref(local)
+        # Inference tensors count no versions: they are taken as written at each use.
+        self._counts_versions = not param.is_inference()
+        if self._counts_versions:
+            self._version, self._local_version = param._version, local._version
 
     # ---- the compute shard
 
-    @property
-    def is_shard_sent_as_is(self) -> bool:
-        local = self.param._local_tensor
-        return local.dtype == self.compute_dtype and local.shape == self.send_shape and local.is_contiguous()
-
     def distrust_copy(self) -> None:
         """The shard may have been written without a trace."""
-        self._copy_generation = -1
+        if self.compute_shard is self._copy:
+            self.compute_shard = None
 
-    @property
-    def needs_refresh(self) -> bool:
-        return self._copy_generation != self.generation and not self.is_shard_sent_as_is
-
-    def refresh_pair(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(destination, source) of the copy that brings the compute shard up to date; the caller copies."""
+    def refresh(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Set :attr:`compute_shard`. Returns the (destination, source) that the caller has to copy, or None where the shard
+        is sent as it is."""
         local = self.param._local_tensor
-        if self._copy is None or self._copy.device != local.device or self._copy.dtype != self.compute_dtype:
-            self._copy = torch.zeros(self.send_shape, dtype=self.compute_dtype, device=local.device)
-        self._copy_generation = self.generation
-        return self._copy[: self.num_local_rows], local.detach()
-
-    def compute_shard(self) -> torch.Tensor:
-        """What this rank sends, (cut.padded, ...) in compute dtype. It must be fresh."""
-        if self._copy_generation == self.generation:
-            return self._copy
-        assert self.is_shard_sent_as_is, self.fqn
-        return self.param._local_tensor
+        dtype = self.compute_dtype
+        if local.dtype == dtype and local.shape == self.send_shape and local.is_contiguous():
+            self.compute_shard, self._copy = local, None
+            return None
+        if self._copy is None or self._copy.device != local.device or self._copy.dtype != dtype:
+            self._copy = torch.zeros(self.send_shape, dtype=dtype, device=local.device)
+        self.compute_shard = self._copy
+        rows = self._copy if local.shape == self.send_shape else self._copy[: self.num_local_rows]
+        return rows, local.detach()
 
     def check_copy(self) -> None:
         """Debug check (``check_param_states``): the compute shard still holds the parameter's values."""
-        if self._copy_generation != self.generation:
+        if self.compute_shard is None or self.compute_shard is not self._copy:
             return
         local = self.param._local_tensor
         if not torch.equal(self._copy[: self.num_local_rows], local.to(self._copy.dtype)):
@@ -285,10 +279,14 @@ class ShardedWeight:
 
     def gather(self, kind: Kind, prefetched: bool) -> Lease:
         """Issue a gather of the (fresh) compute shard."""
-        with plain_ops(), annotation(_GATHERS[kind], self.fqn):
-            shard = self.compute_shard()
+        shard = self.compute_shard
+        transport = self.runtime.transport
+        if runs_bare():
             buffer = shard.new_empty(self.buffer_shape)
-            transfer = self.runtime.transport.all_gather(buffer, shard)
-        lease = Lease(self, kind, buffer, transfer, prefetched)
-        self.counters.gather_bytes += lease.num_bytes
-        return lease
+            transfer = transport.all_gather(buffer, shard)
+        else:
+            with named_ops(f"{kind.name.lower()} gather", self.fqn):
+                buffer = shard.new_empty(self.buffer_shape)
+                transfer = transport.all_gather(buffer, shard)
+        self.counters.gather_bytes += self.gathered_bytes
+        return Lease(self, kind, buffer, transfer, prefetched)

@@ -254,8 +254,9 @@ def start(args: argparse.Namespace) -> torch.device:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", rank=0, world_size=args.world, store=FakeStore())
-        # torch's fake group fills a gathered buffer with one copy a rank; a real one launches a single kernel.
+        # torch's fake group handles a buffer as one tensor a rank, 64 views and copies that a real group does not make.
         dist.ProcessGroup._allgather_base = lambda group, output, input, *options: group.barrier()
+        dist.ProcessGroup._reduce_scatter_base = lambda group, output, input, *options: group.barrier()
     else:
         dist.init_process_group("nccl" if on_gpu else "gloo")
     return device

@@ -195,6 +195,7 @@ def test_checked_states_find_an_illegal_transition(mesh):
         model = nn.Sequential(nn.Linear(64, 64))
         parallelize_module(model, mesh, GTPStyle(GTPConfig(check_param_states=checked)))
         weight = model[0]._gtp.weights["weight"]
+        weight.runtime.refresh_copies()
         lease = weight.gather(Kind.FORWARD, prefetched=False)
         with pytest.raises(RuntimeError, match="0.weight: read of a gathered weight that is 'in flight'"):
             lease.read()

@@ -32,41 +32,41 @@ class Transfer:
     ``home`` is the stream that the tensors were allocated on (None on a CPU): their memory returns to its pool.
     """
 
-    __slots__ = ("_work", "_finish", "_home", "_is_done", "tensors")
+    __slots__ = ("_work", "_home", "_sum", "_is_done", "tensors")
 
     def __init__(
         self,
         work: dist.Work,
         home: tuple | None,
         tensors: tuple[torch.Tensor, ...],
-        finish: Callable[[], None] | None = None,
+        sum_parts: Callable[[], None] | None = None,
     ) -> None:
         self._work = work
         self._home = home
-        self._finish = finish
+        self._sum = sum_parts
         self._is_done = False
         self.tensors = tensors
 
     def wait(self) -> None:
-        """Order what the current stream (on a CPU: the caller) does next after the transfer; the first time, then do
-        what is to follow it."""
+        """Order what the current stream (on a CPU: the caller) does next after the transfer."""
         if self._is_done and self._home is None:
             return
         self._work.wait()
         if not self._is_done:
             self._is_done = True
-            if self._finish is not None:
-                self._finish()
+            if self._sum is not None:
+                self._sum()
 
     def release(self) -> None:
         """Let go of the tensors, whose readers are enqueued on the current stream: their memory may be reused by what
         the stream they were allocated on does next."""
         if not self._is_done:
             self.wait()
-        if self._home is not None and self._home != current_stream(self._home[1]):
+        home = self._home
+        if home is not None and home != current_stream(home[1]):
             self._hand_back()
         self.tensors = ()
-        self._finish = None
+        self._sum = None
 
     def _hand_back(self) -> None:
         """The home stream waits for the transfer and for the readers on this stream."""
@@ -106,24 +106,21 @@ class CollectiveTransport:
         """Start filling ``buffer`` (size * n, ...) from every rank's ``shard`` (n, ...), in rank order."""
         return Transfer(getattr(self.gather_group, _GATHER)(buffer, shard), self._home(), (buffer, shard))
 
-    def reduce_scatter(
-        self, out: torch.Tensor, buffer: torch.Tensor, finish: Callable[[], None], fp32_sum: bool = False
-    ) -> Transfer:
+    def reduce_scatter(self, out: torch.Tensor, buffer: torch.Tensor, fp32_sum: bool = False) -> Transfer:
         """Start summing ``buffer`` (size * n, ...) over the axis; this rank's rows arrive in ``out`` (n, ...).
 
-        ``finish`` uses ``out``; it is called when the transfer is first waited for. With ``fp32_sum`` rows are exchanged
-        by all-to-all in the dtype of ``buffer`` and summed here in the dtype of ``out`` (float32), in rank order.
+        With ``fp32_sum`` rows are exchanged by all-to-all in the dtype of ``buffer`` and summed here, when the transfer
+        is first waited for, in the dtype of ``out`` (float32) and in rank order.
         """
         if not fp32_sum:
-            return Transfer(getattr(self.reduce_group, _REDUCE)(out, buffer), self._home(), (out, buffer), finish)
+            return Transfer(getattr(self.reduce_group, _REDUCE)(out, buffer), self._home(), (out, buffer))
         scratch = torch.empty_like(buffer)
         work = dist.all_to_all_single(scratch, buffer, group=self.reduce_group, async_op=True)
 
-        def sum_and_finish() -> None:
+        def sum_parts() -> None:
             torch.sum(scratch.view(self.size, *out.shape), dim=0, dtype=out.dtype, out=out)
-            finish()
 
-        return Transfer(work, self._home(), (out, buffer, scratch), sum_and_finish)
+        return Transfer(work, self._home(), (out, buffer, scratch), sum_parts)
 
     def all_reduce(self, buffer: torch.Tensor) -> None:
         """Sum ``buffer`` in place over the axis, ordered on the current stream."""
