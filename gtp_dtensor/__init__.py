@@ -14,7 +14,7 @@ from .api import (
 )
 from .config import GTPConfig
 from .init import logical_init
-from .optim import clip_grad_norm_
+from .optim import clip_grad_norm_, count_zero_grads
 from .style import GTPStyle, parallelize_module
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "ScheduleRow",
     "ScheduleTable",
     "clip_grad_norm_",
+    "count_zero_grads",
     "finalize_grads",
     "logical_init",
     "materialized",

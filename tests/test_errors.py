@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import gtp_dtensor
-from gtp_dtensor import GTPConfig, GTPStyle, clip_grad_norm_
+from gtp_dtensor import GTPConfig, GTPStyle
 from tests.harness import ranks
 
 
@@ -149,18 +149,6 @@ def test_style_arguments():
         GTPConfig(ring=2)
     with pytest.raises(AttributeError):  # frozen
         GTPConfig().look_ahead = 2
-
-
-@ranks(2)
-def test_clip_names_what_it_cannot_sum(mesh):
-    weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
-    weight.grad = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])
-    with pytest.raises(ValueError, match="norm_type=0.0 must be positive"):
-        clip_grad_norm_([weight], 1.0, norm_type=0)
-    bad = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
-    bad.grad = DTensor.from_local(torch.full((2, 4), float("nan")), mesh, [Shard(0)])
-    with pytest.raises(RuntimeError, match="total norm of order 2.0 is nan"):
-        clip_grad_norm_([bad], 1.0, error_if_nonfinite=True)
 
 
 @ranks(2)

@@ -1,5 +1,5 @@
 """Clipping (and, later, optimizers) for parameters of any mesh."""
 
-from .clip import clip_grad_norm_
+from .clip import clip_grad_norm_, count_zero_grads
 
-__all__ = ["clip_grad_norm_"]
+__all__ = ["clip_grad_norm_", "count_zero_grads"]
