@@ -3,10 +3,12 @@
 
     python scripts/compare.py train_configs/llama3_debug.toml --steps 20 --arrangements single,fsdp2,gtp2,tp2gtp2
 
-An arrangement is `single`, `fsdpN`, or a product of axes with degrees, such as `tp2gtp2` or `dps2gtp2`: `dpr`
-(dp_replicate), `dps` (dp_shard), `pp` (`pp2i`: interleaved, `pp2zb`: zero bubble), `cp`, `tp`, `gtp`, `ep`, `etp`,
-`egtp`. Every arrangement trains the same weights on the same global batches, without warm-up and at a constant
-learning rate, each as a torchrun of its own. Other options are handed to torchtitan (`--training.seq_len 64`).
+An arrangement is `single`, `fsdpN`, or a product of axes with degrees, such as `tp2gtp2` or `pp2idps2gtp2`: `dpr`
+(dp_replicate), `dps` (dp_shard), `pp` (`pp2`: 1F1B, `pp2i`: interleaved 1F1B, `pp2z`: interleaved zero bubble, `pp2v`:
+V-shaped zero bubble), `cp`, `tp`, `gtp`, `ep`, `etp`, `egtp`. Every arrangement trains the same weights on the same
+global batches, without warm-up and at a constant learning rate, each as a torchrun of its own. Other options are handed
+to torchtitan (`--training.seq_len 64`). Compared with the first arrangement are loss and gradient norm of every step and,
+of the first step, the whole gradient of every parameter.
 
 Exit status: 0 where all agree with the first arrangement within the tolerance, 1 where one does not, 2 where a run
 failed or the arguments are wrong.
@@ -27,11 +29,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-AXIS = re.compile(r"(egtp|etp|ep|dpr|dps|gtp|pp|cp|tp)(\d+)(zb|i)?")
-SCHEDULES = {None: "1F1B", "i": "Interleaved1F1B", "zb": "InterleavedZeroBubble"}
+AXIS = re.compile(r"(egtp|etp|ep|dpr|dps|gtp|pp|cp|tp)(\d+)(zb?|i|v)?")
+SCHEDULES = {
+    None: "1F1B",
+    "i": "Interleaved1F1B",
+    "z": "InterleavedZeroBubble",
+    "zb": "InterleavedZeroBubble",
+    "v": "ZBVZeroBubble",
+}
 LOSS_MODES = ("token",)
 # float32 noise is 1e-7. bfloat16 rounds to 4e-3, and differently in every arrangement (autocast or cast weights).
 TOLERANCES = {"float32": 1e-6, "bfloat16": 3e-2}
+# A gradient's difference is a vector's, relative to its 2-norm; sums over ranks are ordered differently.
+GRADIENT_TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-1}
 SGD_LR = 0.1
 
 
@@ -91,7 +101,7 @@ def parse_arrangement(name: str) -> Arrangement:
         if match is None or match[1] in degrees or int(match[2]) < 1 or (match[3] and match[1] != "pp"):
             raise UsageError(
                 f"arrangement {name!r}: cannot read {text[position:]!r}; want 'single', 'fsdpN' or a product of dpr, "
-                "dps, pp, cp, tp, gtp, ep, etp, egtp, each once with its degree ('ppNi' and 'ppNzb' name a schedule)"
+                "dps, pp, cp, tp, gtp, ep, etp, egtp, each once with its degree ('ppNi', 'ppNz' and 'ppNv' name a schedule)"
             )
         degrees[match[1]] = int(match[2])
         schedule = match[3] or schedule
@@ -112,7 +122,12 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--lr", type=float, help=f"default: the TOML's; {SGD_LR} with --optimizer SGD")
     parser.add_argument("--lr-scale", help="'2': the last arrangement, 'NAME=2': that one runs with another lr")
     parser.add_argument("--loss-mode", default="token", help="how the loss is normalised: token")
-    parser.add_argument("--tolerance", type=float, help=f"of relative differences; default {TOLERANCES}")
+    parser.add_argument("--tolerance", type=float, help=f"of loss and norm, relative; default {TOLERANCES}")
+    parser.add_argument(
+        "--gradient-tolerance",
+        type=float,
+        help=f"of every parameter's gradient in step 1, relative to its norm; default {GRADIENT_TOLERANCES}",
+    )
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each run")
     parser.add_argument("--share-gpu", action="store_true", help="all ranks on one GPU (see shared_gpu.py)")
     args, titan_options = parser.parse_known_args()
@@ -127,6 +142,8 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         raise UsageError(f"--steps {args.steps}: must be 1 or more")
     if args.tolerance is None:
         args.tolerance = TOLERANCES[args.dtype]
+    if args.gradient_tolerance is None:
+        args.gradient_tolerance = GRADIENT_TOLERANCES[args.dtype]
     return args, titan_options
 
 
@@ -142,6 +159,19 @@ def apply_lr_scale(text: str | None, arrangements: list[Arrangement]) -> None:
         chosen[-1].lr_scale = float(factor)
     except ValueError:
         raise UsageError(f"--lr-scale {text}: want a number or NAME=number") from None
+
+
+@dataclass
+class Run:
+    """What one arrangement gave.
+
+    Attributes:
+        records: a dict a step with "step", "loss" and "grad_norm".
+        gradients_folder: of the files with the whole gradients of step 1.
+    """
+
+    records: list[dict]
+    gradients_folder: Path
 
 
 class Comparison:
@@ -253,22 +283,25 @@ class Comparison:
             f"--checkpoint.initial_load_path={self.seed_checkpoint}",
         ]
 
-    def run(self, number: int, arrangement: Arrangement) -> list[dict]:
-        """Loss and gradient norm of every step."""
+    def run(self, number: int, arrangement: Arrangement) -> Run:
+        """Trains one arrangement. Raises UsageError if that fails."""
+        name = f"{number}_{arrangement.name}"
+        gradients_folder = self.folder / name / "gradients"
         checkpoint = self.initial_weights() if arrangement["pp"] > 1 else ["--checkpoint.no_enable"]
         options = [
             *self.common_options(),
             *arrangement.options(),
             *self.batch_options(arrangement),
             f"--optimizer.lr={self.lr * arrangement.lr_scale}",
+            f"--debug.first_gradients_folder={gradients_folder}",
             *checkpoint,
         ]
-        dump_folder = self.launch(f"{number}_{arrangement.name}", arrangement.num_ranks, options)
+        dump_folder = self.launch(name, arrangement.num_ranks, options)
         with open(dump_folder / "metrics.jsonl") as file:
             records = [json.loads(line) for line in file]
         if [record["step"] for record in records] != list(range(1, self.args.steps + 1)):
             raise UsageError(f"the run of {arrangement.name!r} recorded {len(records)} of {self.args.steps} steps")
-        return records
+        return Run(records, gradients_folder)
 
 
 def relative_difference(values: list[dict], reference: list[dict], key: str) -> float:
@@ -277,13 +310,64 @@ def relative_difference(values: list[dict], reference: list[dict], key: str) -> 
     return math.nan if any(math.isnan(d) for d in differences) else max(differences)
 
 
-def print_table(arrangements: list[Arrangement], results: list[list[dict]]) -> None:
+def load_gradients(folder: Path) -> dict:
+    """Parameter name -> whole gradient of step 1, over all pipeline ranks."""
+    import torch  # the launcher needs it for nothing else
+
+    gradients: dict = {}
+    for file in sorted(folder.glob("*.pt")):
+        gradients.update(torch.load(file))
+    return gradients
+
+
+def largest_gradient_difference(gradients: dict, reference: dict) -> tuple[float, str]:
+    """(the largest over all parameters of |difference| / |gradient| in the 2-norm, that parameter's name).
+
+    Infinite where a parameter has a gradient in one run only, NaN where a gradient has.
+    """
+    only_one = sorted(gradients.keys() ^ reference.keys())
+    if only_one or not reference:
+        return math.inf, only_one[0] if only_one else "(no gradients)"
+    differences = {}
+    for name, grad in gradients.items():
+        expected = reference[name].double()
+        differences[name] = float((grad.double() - expected).norm() / expected.norm().clamp_min(1e-30))
+    worst = max(differences, key=lambda name: math.inf if math.isnan(differences[name]) else differences[name])
+    return differences[worst], worst
+
+
+def print_steps(arrangements: list[Arrangement], runs: list[Run]) -> None:
     """Loss and gradient norm of every step, a column an arrangement."""
     width = max(24, *(len(a.name) + 2 for a in arrangements))
     print("step  " + "".join(f"{a.name:<{width}}" for a in arrangements) + "(loss grad_norm)")
-    for records in zip(*results, strict=True):
+    for records in zip(*(run.records for run in runs), strict=True):
         cells = (f"{record['loss']:.7g} {record['grad_norm']:.7g}" for record in records)
         print(f"{records[0]['step']:4}  " + "".join(f"{cell:<{width}}" for cell in cells))
+
+
+def print_differences(args: argparse.Namespace, arrangements: list[Arrangement], runs: list[Run]) -> bool:
+    """The table of worst relative differences, in Markdown; returns whether all are within the tolerances."""
+    agree = True
+    worst = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0}
+    tolerances = {"loss": args.tolerance, "grad_norm": args.tolerance, "gradient": args.gradient_tolerance}
+    reference = load_gradients(runs[0].gradients_folder)
+    print(f"\n| arrangement | ranks | {' | '.join(worst)} | of parameter | |\n|---|---|---|---|---|---|---|")
+    for arrangement, run in zip(arrangements[1:], runs[1:], strict=True):
+        found = {key: relative_difference(run.records, runs[0].records, key) for key in ("loss", "grad_norm")}
+        found["gradient"], name = largest_gradient_difference(load_gradients(run.gradients_folder), reference)
+        # Written so that NaN does not agree.
+        failed = [key for key, difference in found.items() if not difference <= tolerances[key]]
+        agree &= not failed
+        verdict = "agrees" if not failed else f"FAIL ({', '.join(f'{key} > {tolerances[key]:g}' for key in failed)})"
+        cells = " | ".join(f"{difference:.3g}" for difference in found.values())
+        print(f"| {arrangement.name} | {arrangement.num_ranks} | {cells} | {name} | {verdict} |")
+        for key, difference in found.items():
+            worst[key] = difference if math.isnan(difference) else max(worst[key], difference)
+    if not agree:
+        print("FAIL")
+    text = " ".join(f"{key} {difference:.3g}" for key, difference in worst.items())
+    print(f"max relative difference to {arrangements[0].name}: {text}")
+    return agree
 
 
 def compare(args: argparse.Namespace, titan_options: list[str]) -> int:
@@ -292,7 +376,7 @@ def compare(args: argparse.Namespace, titan_options: list[str]) -> int:
     apply_lr_scale(args.lr_scale, arrangements)
     if len(arrangements) < 2:
         raise UsageError(f"--arrangements {args.arrangements}: give at least two")
-    results = []
+    runs = []
     with tempfile.TemporaryDirectory(prefix="compare_") as folder:
         comparison = Comparison(args, titan_options, Path(folder))
         for arrangement in arrangements:
@@ -303,26 +387,11 @@ def compare(args: argparse.Namespace, titan_options: list[str]) -> int:
             flush=True,
         )
         for number, arrangement in enumerate(arrangements):
-            results.append(comparison.run(number, arrangement))
+            runs.append(comparison.run(number, arrangement))
             scaled = f", lr x {arrangement.lr_scale:g}" if arrangement.lr_scale != 1.0 else ""
             print(f"ran {arrangement.name} on {arrangement.num_ranks} rank(s){scaled}", flush=True)
-    print_table(arrangements, results)
-    failed = False
-    worst = {"loss": 0.0, "grad_norm": 0.0}
-    for arrangement, result in zip(arrangements[1:], results[1:], strict=True):
-        differences = {key: relative_difference(result, results[0], key) for key in worst}
-        agrees = all(difference <= args.tolerance for difference in differences.values())
-        failed |= not agrees
-        verdict = "agrees" if agrees else f"FAIL (tolerance {args.tolerance:g})"
-        text = " ".join(f"{key} {difference:.3g}" for key, difference in differences.items())
-        print(f"{arrangement.name}: relative difference {text}: {verdict}")
-        for key, difference in differences.items():
-            worst[key] = difference if math.isnan(difference) else max(worst[key], difference)
-    if failed:
-        print("FAIL")
-    text = " ".join(f"{key} {difference:.3g}" for key, difference in worst.items())
-    print(f"max relative difference to {arrangements[0].name}: {text}")
-    return 1 if failed else 0
+        print_steps(arrangements, runs)
+        return 0 if print_differences(args, arrangements, runs) else 1
 
 
 def main() -> int:

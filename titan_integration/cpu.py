@@ -122,17 +122,11 @@ def check_job(job_config, attn_type: str) -> None:
     Raises:
         NotImplementedError: names the key and what to set instead.
     """
-    parallelism, training = job_config.parallelism, job_config.training
     refused = [
         (
-            training.enable_cpu_offload,
+            job_config.training.enable_cpu_offload,
             "training.enable_cpu_offload",
             "everything is on the CPU already; set it to false",
-        ),
-        (
-            parallelism.context_parallel_degree > 1,
-            f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree}",
-            "torch's CPU attention has no context-parallel rule; set it to 1",
         ),
         (
             job_config.checkpoint.enable and job_config.checkpoint.async_mode == "async_with_pinned_mem",

@@ -64,6 +64,14 @@ class Gtp:
     recompute_keep_bytes: int = -1
     """Bytes of weights, gathered for recomputation, that may wait for their backward use. -1: chosen by the library."""
 
+    skip_nonfinite_steps: bool = False
+    """
+    Skip the update of a step whose global gradient norm is not finite: parameters, optimizer state (step counters
+    too) and learning-rate schedule stay as they were; the batch is spent and the step number goes on. A warning names
+    the step and how many have been skipped since the start of the job. All ranks decide alike. Reads the norm on the
+    host in every step. Works where GTP is off, too.
+    """
+
 
 @dataclass
 class Metrics:
@@ -97,9 +105,18 @@ class Training:
 
 
 @dataclass
+class Debug:
+    """Added to torchtitan's [debug]."""
+
+    first_gradients_folder: str = ""
+    """Write all whole gradients of step 1, before clipping, to this folder: one file for each rank of axis pp."""
+
+
+@dataclass
 class JobConfig:
     """Merged into torchtitan's JobConfig."""
 
     gtp: Gtp = field(default_factory=Gtp)
     metrics: Metrics = field(default_factory=Metrics)
     training: Training = field(default_factory=Training)
+    debug: Debug = field(default_factory=Debug)

@@ -21,6 +21,7 @@ from titan_integration.data import build_dataloader
 from titan_integration.metrics import build_metrics_processor
 from titan_integration.optimizer import build_optimizers
 from titan_integration.parallelize import parallelize_llama
+from titan_integration.pipeline import pipeline_llama
 from titan_integration.tokenizer import build_tokenizer
 from titan_integration.validate import build_validator
 
@@ -65,6 +66,7 @@ def register() -> None:
         model_cls=LogicalInitTransformer,
         model_args=flavors,
         parallelize_fn=parallelize_llama,
+        pipelining_fn=pipeline_llama,
         build_optimizers_fn=build_optimizers,
         build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=partial(_build_tokenizer, flavors),

@@ -10,16 +10,18 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torchtitan.components.metrics import _get_metrics_rank
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module, device_type
 from torchtitan.train import Trainer
 
-from gtp_dtensor import clip_grad_norm_, finalize_grads
+from gtp_dtensor import finalize_grads
 from titan_integration import cpu
+from titan_integration.context_parallel import check_context_parallel
 from titan_integration.data import GlobalOrderLoader
 from titan_integration.dims import GTPParallelDims
+from titan_integration.gradients import clip_exactly, correct_scale, write_whole_gradients
 from titan_integration.settings import check_gtp_job, describe, gtp_config
 from titan_integration.spec import llama3_flavors
 
@@ -37,22 +39,6 @@ def set_timeouts(timeout: timedelta) -> None:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def clip_exactly(parameters: list[torch.nn.Parameter], max_norm: float, pp_mesh) -> torch.Tensor:
-    """Clips by the exact 2-norm of all gradients, over all pipeline stages; returns the norm before clipping."""
-    for parameter in parameters:
-        grad = parameter.grad
-        # Sequence parallelism leaves the gradients of norms as sums still to be made.
-        if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
-            parameter.grad = grad.redistribute(placements=parameter.placements)
-    if pp_mesh is None:
-        return clip_grad_norm_(parameters, max_norm)
-    squared = clip_grad_norm_(parameters, float("inf")).double().square()
-    dist.all_reduce(squared, group=pp_mesh.get_group())
-    total_norm = squared.sqrt().float()
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach=True)
-    return total_norm
-
-
 class GTPTrainer(Trainer):
     """Trains a torchtitan job whose `[gtp]` section may shard weights over the `gtp` axis.
 
@@ -66,7 +52,12 @@ class GTPTrainer(Trainer):
         self._ended_well = False
         self._timeouts_tightened = False
         self._num_global_tokens: torch.Tensor | float | None = None
+        self._skips_step = False
+        self._num_skipped_steps = 0
         super().__init__(job_config)
+        if job_config.gtp.skip_nonfinite_steps:
+            self._make_skippable(self.optimizers)
+            self._make_skippable(self.lr_schedulers)
         set_timeouts(timedelta(seconds=job_config.comm.init_timeout_seconds))
         config = gtp_config(job_config) if self.parallel_dims.gtp_enabled else None
         if dist.get_rank() == 0:
@@ -88,16 +79,21 @@ class GTPTrainer(Trainer):
                 )
             check_gtp_job(job_config)
             gtp_config(job_config)
-        if device_type == "cpu":
-            flavor = llama3_flavors().get(job_config.model.flavor) if job_config.model.name == "llama3" else None
-            cpu.check_job(job_config, getattr(flavor, "attn_type", "sdpa"))
-        self._quiet_other_ranks()
+        flavor = llama3_flavors().get(job_config.model.flavor) if job_config.model.name == "llama3" else None
+        attention, on_cpu = getattr(flavor, "attn_type", "sdpa"), device_type == "cpu"
+        check_context_parallel(job_config, attention, on_cpu)
+        if on_cpu:
+            cpu.check_job(job_config, attention)
+        self._quiet_other_ranks(dims)
         return dims
 
-    @staticmethod
-    def _quiet_other_ranks() -> None:
-        """Ranks outside LOG_RANK (torchtitan's variable, default 0) log warnings and errors only."""
-        shown = os.environ.get("LOG_RANK", "0").split(",")
+    def _quiet_other_ranks(self, dims: GTPParallelDims) -> None:
+        """Ranks outside LOG_RANK (torchtitan's variable) log warnings and errors only.
+
+        By default rank 0 is shown, and the rank that has the loss: under a pipeline that is one of its last stage.
+        """
+        default = sorted({0, _get_metrics_rank(dims, self.job_config)})
+        shown = os.environ.setdefault("LOG_RANK", ",".join(map(str, default))).split(",")
         if str(dist.get_rank()) not in shown:
             logger.setLevel(logging.WARNING)
 
@@ -131,13 +127,13 @@ class GTPTrainer(Trainer):
         titan_clip = dist_utils.clip_grad_norm_
 
         def clip(parameters, max_norm, norm_type=2.0, **kwargs) -> torch.Tensor:
-            self._correct_gradients()
-            if self.parallel_dims.gtp_enabled:
-                for model in self.model_parts:
-                    finalize_grads(model)
-            elif not self.job_config.training.exact_grad_norm:
-                return titan_clip(parameters, max_norm, norm_type, **kwargs)
-            return clip_exactly(parameters, max_norm, self.parallel_dims.get_optional_mesh("pp"))
+            self._complete_gradients()
+            if self.parallel_dims.gtp_enabled or self.job_config.training.exact_grad_norm:
+                norm = clip_exactly(parameters, max_norm, self.parallel_dims.get_optional_mesh("pp"))
+            else:
+                norm = titan_clip(parameters, max_norm, norm_type, **kwargs)
+            self._decide_skip(norm)
+            return norm
 
         dist_utils.clip_grad_norm_ = clip
         try:
@@ -145,22 +141,35 @@ class GTPTrainer(Trainer):
         finally:
             dist_utils.clip_grad_norm_ = titan_clip
 
-    @torch.no_grad()
-    def _correct_gradients(self) -> None:
-        """Works round two scaling faults of torchtitan 0.2.2; does nothing in any other arrangement."""
-        dims, factor = self.parallel_dims, 1.0
-        if dims.pp_enabled:
-            # The pipeline schedule backpropagates the loss sum; only the logged loss is divided by the token count.
-            factor /= float(self._num_global_tokens)
-        if dims.dp_replicate_enabled and not dims.fsdp_enabled:
-            # DDP averages over its ranks, on top of the division by the global token count.
-            factor *= dims.dp_replicate
-        if factor == 1.0:
-            return
-        for model in self.model_parts:
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+    def _complete_gradients(self) -> None:
+        """Brings the gradients of all microbatches into `.grad`, rightly scaled; writes them down if the job asks."""
+        if self.parallel_dims.gtp_enabled:
+            for model in self.model_parts:
+                finalize_grads(model)
+        correct_scale(self.model_parts, self.parallel_dims, self._num_global_tokens)
+        folder = self.job_config.debug.first_gradients_folder
+        if folder and self.step == 1:
+            write_whole_gradients(self.model_parts, self.parallel_dims, folder)
+
+    def _decide_skip(self, norm: torch.Tensor) -> None:
+        """Whether this step leaves everything as it is. The norm, and so the answer, is the same on all ranks."""
+        self._skips_step = self.job_config.gtp.skip_nonfinite_steps and not bool(torch.isfinite(norm))
+        if self._skips_step:
+            self._num_skipped_steps += 1
+            if dist.get_rank() == 0:
+                logger.warning(
+                    f"Step {self.step} skipped: its gradient norm is {norm.item()}. Skipped so far in this run: "
+                    f"{self._num_skipped_steps}"
+                )
+
+    def _make_skippable(self, stepped) -> None:
+        """`stepped.step()` does nothing in a step that is skipped."""
+        step = stepped.step
+
+        def step_unless_skipped(*args, **kwargs):
+            return None if self._skips_step else step(*args, **kwargs)
+
+        stepped.step = step_unless_skipped
 
     def train(self) -> None:
         """Trains to the end."""
