@@ -10,6 +10,7 @@ from .api import (
     refresh,
     reset_stats,
     schedule_table,
+    set_requires_gradient_sync,
     stats,
 )
 from .config import GTPConfig
@@ -33,5 +34,6 @@ __all__ = [
     "refresh",
     "reset_stats",
     "schedule_table",
+    "set_requires_gradient_sync",
     "stats",
 ]

@@ -20,11 +20,24 @@ from .weight import ShardedWeight, WeightCounters
 def finalize_grads(model: nn.Module) -> None:
     """Wait for all pending gradient reductions of ``model`` and accumulate them into ``.grad``.
 
-    Done by itself at the end of every backward and before every optimizer step; nothing is pending afterwards. Gathers
-    that were issued ahead and not used are freed.
+    Done by itself at the end of every backward and before every optimizer step; nothing is pending afterwards, also of
+    what :func:`set_requires_gradient_sync` kept back. Gathers that were issued ahead and not used are freed.
     """
     for runtime in model_runtimes(model):
         runtime.finalize()
+
+
+def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -> None:
+    """Whether the next backwards of ``model`` bring their gradients to all replicas and into ``.grad``.
+
+    While False, gradients are summed over the gtp axis only and kept back, in memory of the size of this rank's shards;
+    where there are no replicas those of sharded weights go into ``.grad`` at once. For accumulation over microbatches: set
+    False before the first and True before the last backward (whose communication then overlaps it), or call
+    :func:`finalize_grads` after the last. ``zero_grad()`` does not reach what is kept back; gradients that hooks or
+    ``torch.autograd.grad`` ask for are never kept back.
+    """
+    for runtime in model_runtimes(model):
+        runtime.syncs_gradients = requires_gradient_sync
 
 
 def refresh(model: nn.Module) -> None:
@@ -76,14 +89,16 @@ class GTPStats:
         num_prefetch_hits: uses whose gather had been issued ahead.
         num_on_demand_gathers: gathers issued at the use itself.
         num_mispredictions: uses other than the one that the schedule expected.
-        num_reductions: reduce-scatters of sharded weights' gradients.
-        num_small_reductions: coalesced all-reduces of the gradients of parameters that stay whole.
+        num_reductions: reduce-scatters over gtp of sharded weights' gradients.
+        num_replica_reductions: what goes on from there: reduce-scatters over the optimizer shard axis, all-reduces over the
+            axis of copies.
+        num_small_reductions: coalesced reductions of the gradients of parameters that stay whole.
         num_refreshes: compute shards rewritten.
         gather_bytes: payload gathered.
         reduce_bytes: payload reduced (sharded weights).
         live_lease_bytes: gathered weights in memory now.
         peak_lease_bytes: the most of them at one time.
-        num_pending: reductions that are not in ``.grad`` yet; 0 after a drain.
+        num_pending: gradients that are not in ``.grad`` yet; 0 after a drain.
         num_sharded_weights: sharded weights of the model.
     """
 
@@ -94,6 +109,7 @@ class GTPStats:
     num_on_demand_gathers: int = 0
     num_mispredictions: int = 0
     num_reductions: int = 0
+    num_replica_reductions: int = 0
     num_small_reductions: int = 0
     num_refreshes: int = 0
     gather_bytes: int = 0
@@ -208,6 +224,9 @@ def _kept_positions(uses: list[Use]) -> set[int]:
 def process_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     """The communicators that ``model``'s gathers and reductions use, for setting their time-outs."""
     groups: Iterable[dist.ProcessGroup] = (
-        group for runtime in model_runtimes(model) for group in runtime.transport.process_groups()
+        group
+        for runtime in model_runtimes(model)
+        for transport in runtime.domain.transports
+        for group in transport.process_groups()
     )
     return list(dict.fromkeys(groups))

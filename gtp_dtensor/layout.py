@@ -97,11 +97,6 @@ def check_replacement(param: torch.Tensor, spec: DTensorSpec, local_shape: torch
     )
 
 
-def gtp_axis_name(mesh: DeviceMesh) -> str:
-    """What a 1-D gtp mesh calls its axis; "gtp" where it has no names."""
-    return mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "gtp"
-
-
 def check_gtp_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     """``mesh`` where it is a 1-D gtp axis.
 
@@ -124,53 +119,91 @@ def check_gtp_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     return mesh
 
 
-def storage_mesh(gtp_mesh: DeviceMesh, gtp_group: dist.ProcessGroup, tp_mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh that parameters are stored on: axes (tp, gtp), or (gtp,) where nothing is tensor parallel.
-
-    Built from the existing process groups, so it costs no communicator. Collective over gtp where tp is present.
+def replica_axis(mesh: DeviceMesh | None, option: str, gtp_mesh: DeviceMesh) -> DeviceMesh | None:
+    """``mesh`` where it is a 1-D axis beside gtp; None where it has one rank only.
 
     Raises:
-        ValueError: the ranks of the tp axis do not ascend, or tp and gtp do not form a grid.
+        ValueError: it has several axes, shares ranks with the gtp axis, or lies on other devices.
     """
-    gtp_ranks = dist.get_process_group_ranks(gtp_group)
-    if tp_mesh is None:
-        if gtp_mesh.mesh.tolist() == gtp_ranks:
-            return gtp_mesh
-        return DeviceMesh.from_group(gtp_group, gtp_mesh.device_type, mesh_dim_names=(gtp_axis_name(gtp_mesh),))
-    tp_group = tp_mesh.get_group()
-    tp_ranks = dist.get_process_group_ranks(tp_group)
-    if tp_mesh.mesh.tolist() != tp_ranks:
+    if mesh is None:
+        return None
+    what = (
+        f"GTPStyle({option}=...): the mesh with axes {mesh.mesh_dim_names or '(unnamed)'} of sizes {tuple(mesh.shape)}"
+    )
+    if mesh.ndim != 1:
+        raise ValueError(f"{what} has {mesh.ndim} axes and must have one: pass mesh[{mesh.mesh_dim_names}]._flatten()")
+    if mesh.device_type != gtp_mesh.device_type:
+        raise ValueError(f"{what} is on {mesh.device_type} and the gtp axis on {gtp_mesh.device_type}")
+    shared = set(mesh.mesh.tolist()) & set(gtp_mesh.mesh.tolist()) - {dist.get_rank()}
+    if shared:
+        raise ValueError(
+            f"{what} shares ranks {sorted(shared)} with the gtp axis {gtp_mesh.mesh.tolist()}: it has to be another axis "
+            "of the same mesh, such as mesh['dp_shard']"
+        )
+    return mesh if mesh.size() > 1 else None
+
+
+def axis_name(mesh: DeviceMesh, default: str) -> str:
+    """What a 1-D mesh calls its axis."""
+    return mesh.mesh_dim_names[0] if mesh.mesh_dim_names else default
+
+
+def storage_mesh(
+    gtp_mesh: DeviceMesh,
+    tp_mesh: DeviceMesh | None = None,
+    shard_mesh: DeviceMesh | None = None,
+    replicate_mesh: DeviceMesh | None = None,
+) -> DeviceMesh:
+    """The mesh that parameters are stored on, its axes in cutting order: (replicate, tp, gtp, optimizer shard), those that
+    are there.
+
+    Built from the existing process groups, so it costs no communicator. Collective over all axes but the last.
+
+    Raises:
+        ValueError: the ranks of the tp axis do not ascend, or the axes do not form a grid.
+    """
+    if tp_mesh is not None and tp_mesh.mesh.tolist() != dist.get_process_group_ranks(tp_mesh.get_group()):
         raise ValueError(
             f"the ranks of mesh axis {tp_mesh.mesh_dim_names} must ascend and are {tp_mesh.mesh.tolist()}: "
             "build the mesh with ascending ranks along its tensor-parallel axis"
         )
-    columns = _tp_ranks_of_gtp_peers(tp_ranks, gtp_ranks, gtp_group, gtp_mesh.device_type)
-    grid = torch.tensor(columns, dtype=torch.int).t().contiguous()
+    defaults = {"replicate": replicate_mesh, "tp": tp_mesh, "gtp": gtp_mesh, "optimizer_shard": shard_mesh}
+    axes = [(axis_name(mesh, default), mesh) for default, mesh in defaults.items() if mesh is not None]
+    groups = [mesh.get_group() for _, mesh in axes]
+    if len(axes) == 1 and gtp_mesh.mesh.tolist() == dist.get_process_group_ranks(groups[0]):
+        return gtp_mesh
+    grid = torch.tensor(dist.get_process_group_ranks(groups[-1]))
+    for group in reversed(groups[:-1]):
+        grid = torch.stack(_grids_of_peers(grid, group, gtp_mesh.device_type))
+    names = tuple(name for name, _ in axes)
     if grid.unique().numel() != grid.numel() or dist.get_rank() not in grid:
-        raise ValueError(f"tp ranks {tp_ranks} and gtp ranks {gtp_ranks} do not form a grid: {grid.tolist()}")
-    tp_name = tp_mesh.mesh_dim_names[0] if tp_mesh.mesh_dim_names else "tp"
-    names = (tp_name, gtp_axis_name(gtp_mesh))
-    mesh = DeviceMesh.from_group([tp_group, gtp_group], gtp_mesh.device_type, mesh=grid, mesh_dim_names=names)
-    expected = (tp_ranks.index(dist.get_rank()), gtp_ranks.index(dist.get_rank()))
+        raise ValueError(f"the mesh axes {names} do not form a grid of ranks: {grid.tolist()}")
+    if len(set(names)) != len(names):
+        raise ValueError(f"two of the mesh axes {names} have the same name: name them apart")
+    mesh = DeviceMesh.from_group(
+        groups if len(groups) > 1 else groups[0],
+        gtp_mesh.device_type,
+        mesh=grid.int() if len(groups) > 1 else None,
+        mesh_dim_names=names,
+    )
+    expected = tuple(group.rank() for group in groups)
     assert tuple(mesh.get_coordinate()) == expected, "a rank's coordinate must be its rank in the group of each axis"
     return mesh
 
 
-def _tp_ranks_of_gtp_peers(
-    tp_ranks: list[int], gtp_ranks: list[int], gtp_group: dist.ProcessGroup, device_type: str
-) -> list[list[int]]:
-    """For each gtp peer, in order, the ranks of its tp group."""
-    if dist.get_backend(gtp_group) == "fake":  # no bytes move: rely on the regular grid that init_device_mesh builds
-        return [[rank - dist.get_rank() + peer for rank in tp_ranks] for peer in gtp_ranks]
-    device = (
-        torch.device(device_type, torch.get_device_module(device_type).current_device())
-        if device_type != "cpu"
-        else torch.device("cpu")
-    )
-    mine = torch.tensor(tp_ranks, dtype=torch.int64, device=device)
-    peers = [torch.empty_like(mine) for _ in gtp_ranks]
-    dist.all_gather(peers, mine, group=gtp_group)
-    return [peer.tolist() for peer in peers]
+def _grids_of_peers(grid: torch.Tensor, group: dist.ProcessGroup, device_type: str) -> list[torch.Tensor]:
+    """``grid`` (ranks along the axes inside this one) as every rank of ``group`` has it, in their order."""
+    if group.size() == 1:
+        return [grid]
+    if dist.get_backend(group) == "fake":  # no bytes move: rely on the regular grid that init_device_mesh builds
+        return [grid - dist.get_rank() + peer for peer in dist.get_process_group_ranks(group)]
+    device = torch.device("cpu")
+    if device_type != "cpu":
+        device = torch.device(device_type, torch.get_device_module(device_type).current_device())
+    mine = grid.to(device)
+    peers = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(peers, mine, group=group)
+    return [peer.cpu() for peer in peers]
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def _copy_member(member: Member, memo: dict) -> Member:
 def _like(member: Member, param: nn.Parameter, runtime: Runtime) -> Member:
     """A new member of the same layout for ``param``, adopted by ``runtime``."""
     if isinstance(member, ShardedWeight):
-        twin = ShardedWeight(runtime, 0, member.fqn, param, member.cut, member.tp, runtime.transport.rank)
+        twin = ShardedWeight(runtime, 0, member.fqn, param, member.cut, member.tp)
     else:
         twin = SmallParam(runtime, 0, member.fqn, param, member.tp)
     runtime.adopt(twin)
@@ -123,14 +123,14 @@ class RootState:
         # (mesh that parameters are stored on, the tensor-parallel mesh in it) by gtp axis
         self._storage: dict[Domain, tuple[DeviceMesh, DeviceMesh | None]] = {}
 
-    def storage_for(self, domain: Domain, gtp_mesh: DeviceMesh, tp_mesh: DeviceMesh | None) -> DeviceMesh:
-        """The one mesh that this model's parameters on ``gtp_mesh`` are stored on; made on first use.
+    def storage_for(self, domain: Domain, tp_mesh: DeviceMesh | None) -> DeviceMesh:
+        """The one mesh that this model's parameters in ``domain`` are stored on; made on first use.
 
         ``tp_mesh`` is None where no parameter shows a tensor-parallel axis any more: those were replaced before.
         """
         known = self._storage.get(domain)
         if known is None or tp_mesh not in (None, known[1]):
-            mesh = storage_mesh(gtp_mesh, domain.transport.mesh_group, tp_mesh)
+            mesh = storage_mesh(domain.gtp_mesh, tp_mesh, domain.shard_mesh, domain.replicate_mesh)
             known = self._storage[domain] = (mesh, tp_mesh)
         return known[0]
 

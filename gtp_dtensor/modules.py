@@ -164,7 +164,7 @@ def _fill_padding_row(self: nn.Embedding) -> None:
     if member.tp is not None and member.tp.placement.is_shard(0):
         row -= member.tp.mesh.get_local_rank() * -(-member.spec.shape[0] // member.tp.mesh.size())
     if "weight" in state.weights:
-        row -= member.cut.rows_of(member.runtime.transport.rank)[0]
+        row -= member.first_stored_row
     if 0 <= row < local.shape[0]:
         with torch.no_grad():
             local[row].fill_(0)

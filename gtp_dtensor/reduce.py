@@ -1,7 +1,10 @@
 """Gradients: how they are scaled, reduced, and brought into ``param.grad``.
 
-A sharded weight's gradient is reduce-scattered as soon as it is computed, one step behind the backward. The gradients
-of parameters that stay whole are collected and summed by one coalesced all-reduce at the end of the backward.
+A sharded weight's gradient is reduce-scattered over gtp as soon as it is computed, one step behind the backward. Where
+there are replicas it goes on from there: it is reduce-scattered over the axis that cuts the optimizer's parameters, and
+all-reduced over the axis of copies, each again one step behind the other. While gradients are not to be synchronised, the
+sums over gtp are kept back and take that way with the last microbatch's. The gradients of parameters that stay whole are
+collected and summed by one coalesced all-reduce an axis at the end of the backward.
 
 Scaling is decided here and nowhere else: over the data axes gradients are averaged (each rank's loss is a mean over
 its own samples), or summed (the loss is already divided by the global number of tokens).
@@ -9,6 +12,8 @@ its own samples), or summed (the loss is already divided by the global number of
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
     from .runtime import Runtime
     from .small import SmallParam
     from .weight import ShardedWeight
+
+logger = logging.getLogger(__name__)
 
 
 def scaled(local: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
@@ -61,20 +68,23 @@ def accumulate(param: torch.Tensor, local: torch.Tensor, scale: float) -> None:
 
 
 class PendingReduction:
-    """A reduce-scatter in flight: this rank's rows of ``weight``'s gradient are coming."""
+    """A reduction in flight: rows of ``weight``'s gradient, for ``param``, are coming."""
 
-    __slots__ = ("weight", "param", "_out", "_transfer")
+    __slots__ = ("weight", "param", "_out", "_num_rows", "_transfer")
 
-    def __init__(self, weight: ShardedWeight, param: nn.Parameter, out: torch.Tensor, transfer: Transfer) -> None:
+    def __init__(
+        self, weight: ShardedWeight, param: nn.Parameter, out: torch.Tensor, num_rows: int, transfer: Transfer
+    ) -> None:
         self.weight = weight
         self.param = param
         self._out = out
+        self._num_rows = num_rows
         self._transfer = transfer
 
     def receive(self) -> torch.Tensor:
-        """Wait. Returns the rows (num_local_rows, ...), summed and unscaled, ours to keep; :meth:`release` follows."""
+        """Wait. Returns the rows, summed and unscaled, ours to keep; :meth:`release` follows."""
         self._transfer.wait()
-        out, num_rows = self._out, self.weight.num_local_rows
+        out, num_rows = self._out, self._num_rows
         return out if out.shape[0] == num_rows else out[:num_rows].clone()
 
     def release(self) -> None:
@@ -82,20 +92,34 @@ class PendingReduction:
         self._transfer.release()
 
 
+# (local gradient so far, whether its sum over tp is still owed)
+SmallGrad = tuple[torch.Tensor, bool]
+
+
 class Reducer:
     """All gradient reductions of one runtime."""
 
     def __init__(self, runtime: Runtime) -> None:
+        domain = runtime.domain
         self._runtime = runtime
-        self._scale = 1.0 if runtime.config.calculate_per_token_loss else 1.0 / runtime.transport.size
-        self.pending: deque[PendingReduction] = deque()
+        self._over_shards = domain.shard_transport
+        self._over_copies = domain.replicate_transport
+        self._has_replicas = self._over_shards is not None or self._over_copies is not None
+        num_data_ranks = math.prod(transport.size for transport in domain.transports)
+        self._scale = 1.0 if runtime.config.calculate_per_token_loss else 1.0 / num_data_ranks
         self._most_pending = runtime.config.graph_wgrad_ring_size - 1
-        # local gradient so far, and whether its sum over tp is still owed
-        self.small: dict[tuple[SmallParam, nn.Parameter], tuple[torch.Tensor, bool]] = {}
+        self.pending: deque[PendingReduction] = deque()  # over gtp
+        self._to_shards: deque[PendingReduction] = deque()  # over the optimizer shard axis
+        self._to_copies: deque[PendingReduction] = deque()  # over the axis of copies
+        self.kept_back: dict[tuple[ShardedWeight, nn.Parameter], torch.Tensor] = {}  # summed over gtp only
+        self.small: dict[tuple[SmallParam, nn.Parameter], SmallGrad] = {}  # of this backward
+        self.small_kept_back: dict[tuple[SmallParam, nn.Parameter], SmallGrad] = {}  # of earlier ones
 
     @property
     def num_pending(self) -> int:
-        return len(self.pending) + len(self.small)
+        """Gradients that are not in ``.grad`` yet."""
+        queues = (self.pending, self._to_shards, self._to_copies, self.kept_back, self.small, self.small_kept_back)
+        return sum(map(len, queues))
 
     # ---- sharded weights
 
@@ -105,13 +129,79 @@ class Reducer:
             self._receive_oldest()
 
     def _receive_oldest(self) -> None:
-        reduction = self.pending.popleft()
         if runs_bare():
-            accumulate(reduction.param, reduction.receive(), self._scale)
+            self._receive()
         else:
             with plain_ops():
-                accumulate(reduction.param, reduction.receive(), self._scale)
+                self._receive()
+
+    def _receive(self) -> None:
+        reduction = self.pending.popleft()
+        if not self._has_replicas:
+            accumulate(reduction.param, reduction.receive(), self._scale)
+        elif self._runtime.syncs_gradients:
+            self._go_on(reduction.weight, reduction.param, reduction.receive())
+        else:
+            self._keep_back(reduction.weight, reduction.param, reduction.receive())
         reduction.release()
+
+    def _keep_back(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
+        key = (weight, param)
+        before = self.kept_back.get(key)
+        if before is None:
+            # In the wider dtype: many microbatches are added up here.
+            self.kept_back[key] = rows.to(torch.promote_types(rows.dtype, param.dtype))
+        else:
+            before.add_(rows)
+
+    def _go_on(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
+        """``rows`` (num_local_rows, ...), summed over gtp, and what was kept back: start their way over the replicas."""
+        before = self.kept_back.pop((weight, param), None)
+        if before is not None:
+            rows = before.add_(rows).to(rows.dtype)
+        if self._over_shards is None:
+            self._start_over_copies(weight, param, rows)
+            return
+        while len(self._to_shards) > self._most_pending:
+            self._receive_from_shards()
+        self._to_shards.append(self._over_shard_axis(weight, param, rows))
+
+    def _over_shard_axis(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> PendingReduction:
+        cut = weight.replica_cut
+        out = rows.new_empty((cut.padded, *rows.shape[1:]))
+        weight.counters.num_replica_reductions += 1
+        transfer = self._over_shards.reduce_scatter(out, cut.pack(rows))
+        return PendingReduction(weight, param, out, weight.num_stored_rows, transfer)
+
+    def _receive_from_shards(self) -> None:
+        reduction = self._to_shards.popleft()
+        if self._over_copies is None:
+            accumulate(reduction.param, reduction.receive(), self._scale)
+        else:
+            self._start_over_copies(reduction.weight, reduction.param, reduction.receive())
+        reduction.release()
+
+    def _start_over_copies(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
+        while len(self._to_copies) > self._most_pending:
+            self._receive_from_copies()
+        weight.counters.num_replica_reductions += 1
+        transfer = self._over_copies.start_all_reduce(rows)
+        self._to_copies.append(PendingReduction(weight, param, rows, rows.shape[0], transfer))
+
+    def _receive_from_copies(self) -> None:
+        reduction = self._to_copies.popleft()
+        accumulate(reduction.param, reduction.receive(), self._scale)
+        reduction.release()
+
+    def _over_replicas_now(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
+        """``rows``, summed over gtp, summed over all replicas too: this rank's stored rows."""
+        if self._over_shards is not None:
+            reduction = self._over_shard_axis(weight, param, rows)
+            rows = reduction.receive()
+            reduction.release()
+        if self._over_copies is not None:
+            self._over_copies.all_reduce(rows)
+        return rows
 
     def launch(self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, returned: bool) -> DTensor | None:
         """Reduce ``grad``, the gradient of the gathered weight (TP-local shape, plain or on the tp mesh).
@@ -129,7 +219,8 @@ class Reducer:
                 reduction = self._start(weight, param, grad)
         if returned:
             with plain_ops():
-                local = scaled(reduction.receive(), param.dtype, self._scale)
+                rows = self._over_replicas_now(weight, param, reduction.receive())
+                local = scaled(rows, param.dtype, self._scale)
             reduction.release()
             return new_dtensor(local, param._spec)
         self.pending.append(reduction)
@@ -146,7 +237,8 @@ class Reducer:
         counters = weight.counters
         counters.num_reductions += 1
         counters.reduce_bytes += weight.num_buffer_elements * dtype.itemsize
-        return PendingReduction(weight, param, out, transport.reduce_scatter(out, buffer, fp32_sum))
+        transfer = transport.reduce_scatter(out, buffer, fp32_sum)
+        return PendingReduction(weight, param, out, weight.num_local_rows, transfer)
 
     def _reduction_input(self, weight: ShardedWeight, grad: torch.Tensor) -> torch.Tensor:
         if weight.tp is not None:
@@ -165,20 +257,7 @@ class Reducer:
         check_grad(param, small.fqn)
         with plain_ops():
             local, owes_tp_sum = small.local_grad(grad)
-            key = (small, param)
-            before = self.small.get(key)
-            if before is None:
-                self.small[key] = (local, owes_tp_sum)
-                return
-            dtype = small.reduce_dtype
-            before, local = (before[0].to(dtype), before[1]), local.to(dtype)
-            if before[1] == owes_tp_sum:
-                self.small[key] = (before[0] + local, owes_tp_sum)
-            else:  # one use sees a part of the sequence, another all of it: settle the partial one now
-                done = local if before[1] else before[0]
-                partial = before[0].clone() if before[1] else local.clone()
-                dist.all_reduce(partial, group=small.tp.mesh.get_group())
-                self.small[key] = (done + partial, False)
+            self.small[small, param] = _sum_of(small, self.small.get((small, param)), (local, owes_tp_sum))
 
     def reduce_now(self, small: SmallParam, param: nn.Parameter, grad: torch.Tensor) -> DTensor:
         """The reduced gradient of one use, for a parameter whose gradient autograd itself wants."""
@@ -187,13 +266,14 @@ class Reducer:
             local = local.to(small.reduce_dtype).clone(memory_format=torch.contiguous_format)
             if owes_tp_sum:
                 dist.all_reduce(local, group=small.tp.mesh.get_group())
-            self._runtime.transport.all_reduce(local)
+            for transport in self._runtime.domain.transports:
+                transport.all_reduce(local)
             return new_dtensor(scaled(local, param.dtype, self._scale), param._spec)
 
     def _reduce_small(self) -> None:
-        """One all-reduce over gtp for all of them (one a dtype); before it, one over tp for those that owe it."""
-        entries = sorted(self.small.items(), key=lambda item: (not item[1][1], item[0][0].serial))
-        self.small = {}
+        """One all-reduce an axis for all of them (one a dtype); before it, one over tp for those that owe it."""
+        entries = sorted(self.small_kept_back.items(), key=lambda item: (not item[1][1], item[0][0].serial))
+        self.small_kept_back = {}
         self._runtime.check_small_peers([small for (small, _), _ in entries])
         groups: dict[tuple, list[tuple[SmallParam, nn.Parameter, torch.Tensor, bool]]] = {}
         for (small, param), (local, owes) in entries:
@@ -209,7 +289,8 @@ class Reducer:
         for dtype in dict.fromkeys(dtype for dtype, _ in groups):
             group = [entry for (of, _), entries in groups.items() if of == dtype for entry in entries]
             flat = torch.cat([local.reshape(-1) for _, _, local, _ in group]).to(dtype)
-            self._runtime.transport.all_reduce(flat)
+            for transport in self._runtime.domain.transports:
+                transport.all_reduce(flat)
             parts = flat.split([local.numel() for _, _, local, _ in group])
             for (_, param, local, _), part in zip(group, parts):
                 accumulate(param, part.view(local.shape), self._scale)  # gradients are views of one buffer
@@ -217,28 +298,70 @@ class Reducer:
 
     # ---- draining
 
-    def drain(self) -> None:
-        """Wait for and accumulate everything. Nothing is pending afterwards, also if it raises."""
+    def drain(self, syncs_gradients: bool) -> None:
+        """Wait for and accumulate everything. Nothing is pending afterwards, also if it raises; without
+        ``syncs_gradients`` gradients are kept back instead."""
         try:
             while self.pending:
                 self._receive_oldest()
-            if self.small:
-                with plain_ops():
-                    self._reduce_small()
+            with plain_ops():
+                self._merge_small()
+                if syncs_gradients:
+                    self._bring_out()
         except BaseException:
             self.void()
             raise
-        assert self.num_pending == 0
+        assert not syncs_gradients or self.num_pending == 0
+
+    def _merge_small(self) -> None:
+        for (small, param), grad in self.small.items():
+            before = self.small_kept_back.get((small, param))
+            self.small_kept_back[small, param] = _sum_of(small, before, grad)
+        self.small = {}
+
+    def _bring_out(self) -> None:
+        """Everything that is kept back or on its way over the replicas, into ``.grad``."""
+        for weight, param in sorted(self.kept_back, key=lambda key: key[0].serial):
+            rows = self.kept_back.pop((weight, param))
+            self._go_on(weight, param, rows.to(weight.reduce_dtype))
+        while self._to_shards:
+            self._receive_from_shards()
+        while self._to_copies:
+            self._receive_from_copies()
+        if self.small_kept_back:
+            self._reduce_small()
 
     def void(self) -> None:
         """Wait for and drop what is not in ``.grad`` yet: the backward that launched it raised.
 
         As everywhere in PyTorch, ``.grad`` may hold a part of such a backward's gradients (on a GPU all that were
-        launched): ``zero_grad()`` before the next one.
+        launched): ``zero_grad()`` before the next one. What earlier microbatches left here cannot be told from it.
         """
-        while self.pending:
-            self.pending.popleft().release()
-        self.small = {}
+        if self.kept_back or self.small_kept_back:
+            logger.warning(
+                "GTP: a backward raised; gradients kept back from the replicas, those of earlier microbatches included, are "
+                "dropped with it: repeat the step"
+            )
+        for queue in (self.pending, self._to_shards, self._to_copies):
+            while queue:
+                queue.popleft().release()
+        self.small, self.kept_back, self.small_kept_back = {}, {}, {}
+
+
+def _sum_of(small: SmallParam, before: SmallGrad | None, grad: SmallGrad) -> SmallGrad:
+    """The sum of two gradients of one parameter, in the dtype that it is reduced in."""
+    if before is None:
+        return grad
+    dtype = small.reduce_dtype
+    (one, owes), (other, other_owes) = before, grad
+    one, other = one.to(dtype), other.to(dtype)
+    if owes == other_owes:
+        return one + other, owes
+    # One use sees a part of the sequence, another all of it: settle the partial one now.
+    partial, done = (one, other) if owes else (other, one)
+    partial = partial.clone()
+    dist.all_reduce(partial, group=small.tp.mesh.get_group())
+    return done + partial, False
 
 
 def wants_gradient_returned(param: nn.Parameter) -> bool:

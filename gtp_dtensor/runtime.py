@@ -44,20 +44,42 @@ class RuntimeCounters:
 
 
 class Domain:
-    """What all models on one gtp axis of one mesh share: communicators and side streams."""
+    """What all models on one gtp axis of one mesh share: communicators and side streams.
 
-    def __init__(self, gtp_mesh: DeviceMesh, device: torch.device) -> None:
-        self.transport = CollectiveTransport(gtp_mesh.get_group(), device)
+    Beside the gtp axis there may be replicas, ranks that hold the same compute shards: along the axis of ``shard_mesh``
+    parameters and optimizer state are cut further, along that of ``replicate_mesh`` they are copies.
+    """
+
+    def __init__(self, gtp_mesh: DeviceMesh, shard_mesh: DeviceMesh | None, replicate_mesh: DeviceMesh | None) -> None:
+        device = torch.device(gtp_mesh.device_type)
+        if device.type != "cpu":
+            device = torch.device(device.type, torch.get_device_module(device.type).current_device())
         self.device = device
+        self.gtp_mesh = gtp_mesh
+        self.shard_mesh = shard_mesh
+        self.replicate_mesh = replicate_mesh
+        self.transport = CollectiveTransport(gtp_mesh.get_group(), device, "gtp")
+        self.shard_transport = self.replicate_transport = None
+        if shard_mesh is not None:
+            self.shard_transport = CollectiveTransport(shard_mesh.get_group(), device, "gtp_shard")
+        if replicate_mesh is not None:
+            self.replicate_transport = CollectiveTransport(
+                replicate_mesh.get_group(), device, "gtp_replicate", gathers=False
+            )
         # Numbers members in the order of their making, which is the same on all ranks, for good.
         self.serials = itertools.count()
+
+    @property
+    def transports(self) -> list[CollectiveTransport]:
+        """Those of all data axes, the gtp axis first."""
+        return [t for t in (self.transport, self.shard_transport, self.replicate_transport) if t is not None]
 
     def __deepcopy__(self, memo: dict) -> Domain:
         return self
 
 
 class _DomainTable(dict):
-    """Domains by the ranks of their axis, kept on the root mesh: a mesh that is pickled or copied leaves them behind."""
+    """Domains by the ranks of their axes, kept on the root mesh: a mesh that is pickled or copied leaves them behind."""
 
     def __reduce__(self) -> tuple:
         return (_DomainTable, ())
@@ -66,16 +88,15 @@ class _DomainTable(dict):
         return self
 
 
-def domain_of(gtp_mesh: DeviceMesh) -> Domain:
-    """The one domain of this mesh axis; creates a communicator on first use (collective over the axis)."""
+def domain_of(
+    gtp_mesh: DeviceMesh, shard_mesh: DeviceMesh | None = None, replicate_mesh: DeviceMesh | None = None
+) -> Domain:
+    """The one domain of these mesh axes; creates communicators on first use (collective over each axis)."""
     root = gtp_mesh._get_root_mesh()
     table = root.__dict__.setdefault("_gtp_domains", _DomainTable())
-    key = tuple(gtp_mesh.mesh.tolist())
+    key = tuple(None if mesh is None else tuple(mesh.mesh.tolist()) for mesh in (gtp_mesh, shard_mesh, replicate_mesh))
     if key not in table:
-        device = torch.device(gtp_mesh.device_type)
-        if device.type != "cpu":
-            device = torch.device(device.type, torch.get_device_module(device.type).current_device())
-        table[key] = Domain(gtp_mesh, device)
+        table[key] = Domain(gtp_mesh, shard_mesh, replicate_mesh)
     return table[key]
 
 
@@ -97,6 +118,7 @@ class Runtime:
         self.domain = domain
         self.config = config
         self.transport = domain.transport
+        self.syncs_gradients = True  # else gradients are kept back from the replicas, see Reducer
         self.schedule = Schedule()
         self.reducer = Reducer(self)
         self.counters = RuntimeCounters()
@@ -212,14 +234,17 @@ class Runtime:
         self._backwards.pop(task, None)
         if any(end() is not None for end in self._backwards.values()):
             return
-        self.finalize()
+        self.finalize(self.syncs_gradients)
         self._backwards.clear()
 
-    def finalize(self) -> None:
-        """Accumulate all pending reductions, free what was gathered and not used in a backward."""
+    def finalize(self, syncs_gradients: bool = True) -> None:
+        """Accumulate all pending reductions, free what was gathered and not used in a backward.
+
+        Without ``syncs_gradients``, those that are to reach the replicas too stay kept back.
+        """
         if not in_backward():
             self.enter()  # drops the reductions of a backward that raised
-        self.reducer.drain()
+        self.reducer.drain(syncs_gradients)
         self.free_unused_leases()
 
     def _void(self) -> None:
@@ -323,13 +348,17 @@ class Runtime:
             self._check_peers(smalls, "gradients")
 
     def refresh_copies(self) -> None:
-        """Rewrite every compute shard that is out of date, all in one foreach copy."""
+        """Rewrite every compute shard that is out of date: all in one foreach copy; where parameters are cut over replicas,
+        then a gather for each over that axis, awaited when the weight is used."""
         with plain_ops():
-            pairs = [weight.refresh() for weight in self.live_weights() if weight.compute_shard is None]
-            pairs = [pair for pair in pairs if pair is not None]
+            stale = [weight for weight in self.live_weights() if weight.compute_shard is None]
+            pairs = [pair for pair in (weight.refresh() for weight in stale) if pair is not None]
             if pairs:
                 torch._foreach_copy_([dst for dst, _ in pairs], [src for _, src in pairs])
-                self.counters.num_refreshes += len(pairs)
+            if self.domain.shard_transport is not None:
+                for weight in stale:
+                    weight.collect_pieces()
+            self.counters.num_refreshes += sum(weight.is_copied for weight in stale)
 
     # ---- looking ahead
 

@@ -22,10 +22,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from .config import GTPConfig
-from .layout import RowCut, TPLayout, check_gtp_mesh, gtp_axis_name, tp_layout
+from .layout import RowCut, TPLayout, axis_name, check_gtp_mesh, replica_axis, tp_layout
 from .members import STATE, ModuleState, root_state
 from .modules import has_explicit_forward, sharded_class
-from .runtime import SUCCESSOR, domain_of
+from .runtime import SUCCESSOR, Domain, domain_of
 from .small import SmallParam
 from .weight import ShardedWeight
 
@@ -62,8 +62,12 @@ class GTPStyle(ParallelStyle):
         exclude: FQN patterns of weights that stay whole. Names, here and in ``modules``, begin below the module that the
             style is applied to.
         min_numel: weights with fewer elements stay whole.
-        replicate_mesh: not served by this release.
-        optimizer_shard_mesh: not served by this release.
+        replicate_mesh: a 1-D mesh of replicas, ranks beside the gtp axis that read other data and hold the same shards
+            (torchtitan's ``dp_replicate``). Gradients are reduced over it too.
+        optimizer_shard_mesh: a 1-D mesh of replicas over which the parameters themselves are cut further (``dp_shard`` x
+            ``cp``), so that each holds a part of the gradient and optimizer state of its shards; once an optimizer step the
+            parts are gathered into the compute shards. Each rank then keeps its compute shards, in ``param_dtype``, beside
+            the parameters.
         is_expert: not served by this release.
 
     Raises (when applied):
@@ -89,17 +93,14 @@ class GTPStyle(ParallelStyle):
             raise TypeError("GTPStyle(modules=..., exclude=...) take a list of patterns, not one string")
         if min_numel < 0:
             raise ValueError(f"GTPStyle(min_numel={min_numel}): must not be negative")
-        for name, value in (
-            ("replicate_mesh", replicate_mesh),
-            ("optimizer_shard_mesh", optimizer_shard_mesh),
-            ("is_expert", is_expert),
-        ):
-            if value:
-                raise NotImplementedError(f"GTPStyle({name}=...) is not served by this release")
+        if is_expert:
+            raise NotImplementedError("GTPStyle(is_expert=True) is not served by this release")
         self.config = config or GTPConfig()
         self.modules = modules
         self.exclude = tuple(exclude)
         self.min_numel = min_numel
+        self.replicate_mesh = replicate_mesh
+        self.optimizer_shard_mesh = optimizer_shard_mesh
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Called by ``parallelize_module``."""
@@ -108,10 +109,14 @@ class GTPStyle(ParallelStyle):
         if plan_dict is not None:
             check_plan_keys(root, plan_dict)
         plan = _Plan(self, root, module, device_mesh)
-        if device_mesh.size() == 1:
+        shard_mesh = replica_axis(self.optimizer_shard_mesh, "optimizer_shard_mesh", device_mesh)
+        replicate_mesh = replica_axis(self.replicate_mesh, "replicate_mesh", device_mesh)
+        if shard_mesh is not None and replicate_mesh is not None:
+            replica_axis(self.replicate_mesh, "replicate_mesh", shard_mesh)
+        if device_mesh.size() == 1 and shard_mesh is None and replicate_mesh is None:
             return module  # off is off: parameters, random numbers and results stay bit-identical
         plan.check()
-        _Application(self, plan, device_mesh).run()
+        _Application(self, plan, domain_of(device_mesh, shard_mesh, replicate_mesh)).run()
         return module
 
     def __repr__(self) -> str:
@@ -163,7 +168,7 @@ class _Plan:
         self.root = root
         self.module = module
         self.mesh = mesh
-        self.axis = f"mesh axis '{gtp_axis_name(mesh)}' of size {mesh.size()}"
+        self.axis = f"mesh axis '{axis_name(mesh, 'gtp')}' of size {mesh.size()}"
         prefix = next((f"{name}." for name, below in root.named_modules() if below is module and name), "")
         # (module, its name, parameter name, the parameter's name below ``module``, its FQN, parameter); tied parameters
         # once for each owner
@@ -309,14 +314,13 @@ def _borrowed_children(root: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]
 class _Application:
     """Carries out a checked plan."""
 
-    def __init__(self, style: GTPStyle, plan: _Plan, mesh: DeviceMesh) -> None:
+    def __init__(self, style: GTPStyle, plan: _Plan, domain: Domain) -> None:
         self.style = style
         self.plan = plan
-        self.mesh = mesh
-        self.domain = domain_of(mesh)
+        self.domain = domain
         state = root_state(plan.root)
-        self.runtime = state.runtime_for(self.domain, style.config)
-        self.storage = state.storage_for(self.domain, mesh, plan.tp_mesh)
+        self.runtime = state.runtime_for(domain, style.config)
+        self.storage = state.storage_for(domain, plan.tp_mesh)
         self.members: dict[int, ShardedWeight | SmallParam] = {}
         self.general: set[str] = set()  # classes with sharded weights whose computation we do not know
 
@@ -361,29 +365,37 @@ class _Application:
         tp_local = self._source_values(param._local_tensor if tp is not None else param.detach())
         config, transport = self.style.config, self.domain.transport
         if id(param) not in self.plan.sharded:
-            stored = self._parameter(param, tp_local, tp, Replicate())
-            return SmallParam(self.runtime, 0, fqn, stored, tp)
+            return SmallParam(self.runtime, 0, fqn, self._parameter(param, tp_local, tp, Replicate()), tp)
         cut = RowCut(tp_local.shape[0], transport.size, config.pad_for_alignment or 1)
         start, length = cut.rows_of(transport.rank)
-        stored = self._parameter(param, tp_local[start : start + length].clone(), tp, Shard(0))
-        return ShardedWeight(self.runtime, 0, fqn, stored, cut, tp, transport.rank)
+        rows = tp_local[start : start + length]
+        replicas = self.domain.shard_transport
+        if replicas is not None:
+            start, length = RowCut(length, replicas.size).rows_of(replicas.rank)
+            rows = rows[start : start + length]
+        return ShardedWeight(self.runtime, 0, fqn, self._parameter(param, rows.clone(), tp, Shard(0)), cut, tp)
 
     def _source_values(self, tp_local: torch.Tensor) -> torch.Tensor:
-        """The values of the axis' source rank, so that the shards are parts of one logical weight."""
+        """The values of the source rank of the data axes, so that the shards are parts of one logical weight."""
         source = self.style.src_data_rank
         if source is None or tp_local.is_meta:
             return tp_local
         tp_local = tp_local.detach().clone()
-        dist.broadcast(tp_local, group=self.domain.transport.mesh_group, group_src=source)
+        for transport in reversed(self.domain.transports):
+            is_gtp = transport is self.domain.transport
+            dist.broadcast(tp_local, group=transport.mesh_group, group_src=source if is_gtp else 0)
         return tp_local
 
     def _parameter(
         self, old: nn.Parameter, local: torch.Tensor, tp: TPLayout | None, placement: Shard | Replicate
     ) -> nn.Parameter:
         """``local`` as a registered parameter on the storage mesh; attributes that users set on ``old`` survive."""
-        placements = (placement,)
-        if self.storage.ndim == 2:
-            placements = (tp.placement if tp is not None else Replicate(), placement)
+        domain = self.domain
+        placements = (placement,) if domain.shard_mesh is None else (placement, placement)
+        if self.storage.ndim > len(placements) + (domain.replicate_mesh is not None):  # there is a tp axis
+            placements = (tp.placement if tp is not None else Replicate(), *placements)
+        if domain.replicate_mesh is not None:
+            placements = (Replicate(), *placements)
         meta = TensorMeta(old.shape, old.stride(), old.dtype)
         spec = DTensorSpec(self.storage, placements, tensor_meta=meta)
         new = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=old.requires_grad)

@@ -2,9 +2,12 @@
 
 [Note: vocabulary]
     logical weight   the whole, unpadded weight: what a checkpoint, an init function, a norm and a user see
-    shard            this rank's rows of it: the local tensor of the registered parameter, a DTensor, always
-    compute shard    what is gathered: the shard itself where it has the right dtype and length, else a copy in
-                     ``param_dtype``, zero-padded to the length that all ranks send; rewritten once an optimizer step
+    shard            this rank's rows of it along the gtp axis
+    stored rows      what the registered parameter, a DTensor, always, holds of the shard: all of it, or where an optimizer
+                     shard axis cuts it further, this replica's part
+    compute shard    what is gathered: the stored rows themselves where they are the whole shard in the right dtype and
+                     length, else a copy in ``param_dtype``, zero-padded to the length that all ranks send; rewritten once
+                     an optimizer step
     gathered weight  the TP-local weight that a GEMM reads
     use              one consumption of a weight (see schedule.py)
     lease            one gathered weight in memory. A use takes exactly one lease, nobody overwrites a live one, and
@@ -30,7 +33,7 @@ import torch.nn as nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from .layout import RowCut, TPLayout
-from .modes import named_ops, runs_bare
+from .modes import named_ops, plain_ops, runs_bare
 from .schedule import Kind
 from .transport import Transfer
 
@@ -64,6 +67,7 @@ class WeightCounters:
     num_prefetch_hits: int = 0
     num_on_demand_gathers: int = 0
     num_reductions: int = 0
+    num_replica_reductions: int = 0
     gather_bytes: int = 0
     reduce_bytes: int = 0
 
@@ -143,7 +147,7 @@ class ShardedWeight:
     """
 
     def __init__(
-        self, runtime: Runtime, index: int, fqn: str, param: nn.Parameter, cut: RowCut, tp: TPLayout | None, rank: int
+        self, runtime: Runtime, index: int, fqn: str, param: nn.Parameter, cut: RowCut, tp: TPLayout | None
     ) -> None:
         self.runtime = runtime
         self.index = index
@@ -152,7 +156,14 @@ class ShardedWeight:
         self.spec: DTensorSpec = param._spec
         self.cut = cut
         self.tp = tp
-        self.num_local_rows = cut.rows_of(rank)[1]
+        first, self.num_local_rows = cut.rows_of(runtime.transport.rank)  # of the shard
+        self.first_stored_row, self.num_stored_rows = first, self.num_local_rows  # of the TP-local weight
+        replicas = runtime.domain.shard_transport
+        self.replica_cut: RowCut | None = None  # of the shard, over the optimizer shard axis
+        if replicas is not None:
+            self.replica_cut = RowCut(self.num_local_rows, replicas.size)
+            offset, self.num_stored_rows = self.replica_cut.rows_of(replicas.rank)
+            self.first_stored_row += offset
         self.tp_local_shape = torch.Size((cut.num_rows, *param._local_tensor.shape[1:]))
         self.buffer_shape = torch.Size((cut.buffer_rows, *self.tp_local_shape[1:]))
         self.send_shape = torch.Size((cut.padded, *self.tp_local_shape[1:]))
@@ -166,6 +177,8 @@ class ShardedWeight:
         self.gathered_bytes = self.num_buffer_elements * self.compute_dtype.itemsize
         self.next_lease: Lease | None = None  # gathered ahead of its use
         self.kept_lease: Lease | None = None  # gathered for recompute, waiting for its backward use
+        self._piece: torch.Tensor | None = None  # what this replica contributes to it
+        self._pieces: Transfer | None = None  # a gather of all replicas' pieces, in flight
         self._copy: torch.Tensor | None = None  # memory of the compute shard, where it is not the shard itself
         # What this rank sends, (cut.padded, ...) in compute dtype: the shard, or its copy; None while it is out of date.
         self.compute_shard: torch.Tensor | None = None
@@ -250,26 +263,69 @@ class ShardedWeight:
         if self.compute_shard is self._copy:
             self.compute_shard = None
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether the compute shard is not the parameter's own memory."""
+        return self._copy is not None
+
     def refresh(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Set :attr:`compute_shard`. Returns the (destination, source) that the caller has to copy, or None where the shard
-        is sent as it is."""
+        """Set :attr:`compute_shard`. Returns the (destination, source) that the caller has to copy, or None where nothing
+        has to be; :meth:`collect_pieces` follows."""
         local = self.param._local_tensor
         dtype = self.compute_dtype
-        if local.dtype == dtype and local.shape == self.send_shape and local.is_contiguous():
+        is_whole = self.replica_cut is None
+        if is_whole and local.dtype == dtype and local.shape == self.send_shape and local.is_contiguous():
             self.compute_shard, self._copy = local, None
             return None
+        self._await_pieces()
         if self._copy is None or self._copy.device != local.device or self._copy.dtype != dtype:
             self._copy = torch.zeros(self.send_shape, dtype=dtype, device=local.device)
         self.compute_shard = self._copy
-        rows = self._copy if local.shape == self.send_shape else self._copy[: self.num_local_rows]
-        return rows, local.detach()
+        if is_whole:
+            rows = self._copy if local.shape == self.send_shape else self._copy[: self.num_local_rows]
+            return rows, local.detach()
+        num_rows = self.replica_cut.padded
+        if local.dtype == dtype and local.shape[0] == num_rows and local.is_contiguous():
+            self._piece = local.detach()
+            return None
+        self._piece = local.new_empty((num_rows, *local.shape[1:]), dtype=dtype)
+        return self._piece[: self.num_stored_rows], local.detach()
+
+    def collect_pieces(self) -> None:
+        """Start gathering the replicas' pieces into the compute shard."""
+        piece, self._piece = self._piece, None
+        if self.num_local_rows == 0:  # of all replicas of this rank alike
+            return
+        cut = self.replica_cut
+        if cut.buffer_rows == cut.num_rows:
+            rows = self._copy[: cut.num_rows]
+        else:
+            rows = piece.new_empty((cut.buffer_rows, *piece.shape[1:]))
+        if runs_bare():
+            self._pieces = self.runtime.domain.shard_transport.all_gather(rows, piece)
+        else:
+            with named_ops("refresh gather", self.fqn):
+                self._pieces = self.runtime.domain.shard_transport.all_gather(rows, piece)
+
+    def _await_pieces(self) -> None:
+        """The compute shard is complete when what the current stream does next begins."""
+        if self._pieces is None:
+            return
+        pieces, self._pieces = self._pieces, None
+        pieces.wait()
+        rows = pieces.tensors[0]
+        if rows.shape[0] != self.num_local_rows:
+            self._copy[: self.num_local_rows] = rows[: self.num_local_rows]
+        pieces.release()
 
     def check_copy(self) -> None:
         """Debug check (``check_param_states``): the compute shard still holds the parameter's values."""
         if self.compute_shard is None or self.compute_shard is not self._copy:
             return
+        self._await_pieces()
         local = self.param._local_tensor
-        if not torch.equal(self._copy[: self.num_local_rows], local.to(self._copy.dtype)):
+        start = self.first_stored_row - self.cut.rows_of(self.runtime.transport.rank)[0]
+        if not torch.equal(self._copy[start : start + self.num_stored_rows], local.to(self._copy.dtype)):
             raise RuntimeError(
                 f"{self.fqn}: illegal transition of the compute shard from 'stale' to 'gathered': the parameter was "
                 "written without a signal; call gtp_dtensor.refresh(model) after writing into parameters by hand"
@@ -279,6 +335,9 @@ class ShardedWeight:
 
     def gather(self, kind: Kind, prefetched: bool) -> Lease:
         """Issue a gather of the (fresh) compute shard."""
+        if self._pieces is not None:
+            with plain_ops():
+                self._await_pieces()
         shard = self.compute_shard
         transport = self.runtime.transport
         if runs_bare():

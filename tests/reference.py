@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from gtp_dtensor import set_requires_gradient_sync
+
 RTOL = 1e-6  # float32: some ulps of the tensor's norm, for sums in another order
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -210,6 +212,7 @@ def train_beside_reference(
     num_microbatches: int = 1,
     loss: Callable[[torch.Tensor], torch.Tensor] = mean_square,
     rtol: float = RTOL,
+    syncs_last_only: bool = False,
 ) -> list[float]:
     """Train both models on the same global batches and compare outputs, losses, gradients and weights at every step.
 
@@ -219,6 +222,7 @@ def train_beside_reference(
         batch: step number -> global batch; dim 0 is a multiple of ``num_microbatches * world_size``.
         optimizer: see :func:`make_optimizer`.
         loss: mean over samples.
+        syncs_last_only: gradients are kept back from the replicas until the last microbatch.
 
     Returns:
         The reference's loss of every step.
@@ -229,7 +233,9 @@ def train_beside_reference(
     for step in range(num_steps):
         microbatches = batch(step).chunk(num_microbatches)
         step_loss = 0.0
-        for whole in microbatches:
+        for index, whole in enumerate(microbatches):
+            if syncs_last_only:
+                set_requires_gradient_sync(model, index == num_microbatches - 1)
             mine, expected = model(local_slice(whole, rank, world_size)), reference(whole)
             assert_close_to_reference(mine, local_slice(expected, rank, world_size), f"output of step {step}", rtol)
             my_loss, expected_loss = loss(mine) / num_microbatches, loss(expected) / num_microbatches

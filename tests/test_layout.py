@@ -76,10 +76,11 @@ def test_permuted_axis_gives_the_same_logical_weight(rank):
 def test_storage_mesh_reuses_groups(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
     num_groups = dist.get_pg_count()
-    stored = storage_mesh(mesh["gtp"], mesh["gtp"].get_group(), mesh["tp"])
+    stored = storage_mesh(mesh["gtp"], mesh["tp"])
     assert dist.get_pg_count() == num_groups
     assert stored.get_group("gtp") is mesh["gtp"].get_group() and stored.get_group("tp") is mesh["tp"].get_group()
-    assert storage_mesh(mesh["gtp"], mesh["gtp"].get_group(), None) is not None
+    gtp = mesh["gtp"]
+    assert storage_mesh(gtp) is gtp
 
 
 @ranks(2)

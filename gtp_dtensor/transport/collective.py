@@ -68,6 +68,12 @@ class Transfer:
         self.tensors = ()
         self._sum = None
 
+    def __del__(self) -> None:
+        # A transfer that nobody waited for dies with its model: a GPU's stream has to be told before the memory is reused; a
+        # CPU's collective holds its own tensors.
+        if not self._is_done and self._home is not None:
+            self._work.wait()
+
     def _hand_back(self) -> None:
         """The home stream waits for the transfer and for the readers on this stream."""
         home = torch.cuda.Stream(*self._home)
@@ -83,20 +89,21 @@ def current_stream(device_index: int) -> tuple[int, int, int]:
 
 
 class CollectiveTransport:
-    """Gathers and reductions over one gtp axis, each kind on a communicator (and so a stream) of its own.
+    """Gathers and reductions over one mesh axis, each kind on a communicator (and so a stream) of its own.
 
     Two communicators, because on one of them NCCL runs kernels in launch order whatever the streams say: a prefetched
     gather would queue behind a reduction, and the reverse. With NCCL both have high priority, so that a gather gets its
-    few SMs while a GEMM runs; the mesh's own group is then left to others.
+    few SMs while a GEMM runs; the mesh's own group is then left to others. ``gathers=False``: reductions only.
     """
 
-    def __init__(self, mesh_group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, mesh_group: dist.ProcessGroup, device: torch.device, name: str, gathers: bool = True) -> None:
         self.device = device
         self.size = mesh_group.size()
         self.rank = mesh_group.rank()
         self.mesh_group = mesh_group
-        self.gather_group = _sibling_group(mesh_group, device, "gtp_gather") if device.type == "cuda" else mesh_group
-        self.reduce_group = _sibling_group(mesh_group, device, "gtp_reduce")
+        needs_sibling = gathers and device.type == "cuda"
+        self.gather_group = _sibling_group(mesh_group, device, f"{name}_gather") if needs_sibling else mesh_group
+        self.reduce_group = _sibling_group(mesh_group, device, f"{name}_reduce")
         self._device_index = device.index if device.type == "cuda" else None
 
     def _home(self) -> tuple | None:
@@ -125,6 +132,10 @@ class CollectiveTransport:
     def all_reduce(self, buffer: torch.Tensor) -> None:
         """Sum ``buffer`` in place over the axis, ordered on the current stream."""
         dist.all_reduce(buffer, group=self.reduce_group)
+
+    def start_all_reduce(self, buffer: torch.Tensor) -> Transfer:
+        """Start summing ``buffer`` in place over the axis."""
+        return Transfer(dist.all_reduce(buffer, group=self.reduce_group, async_op=True), self._home(), (buffer,))
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
         """Every rank's ``numbers``, in rank order. Stops the host; for debug checks."""
