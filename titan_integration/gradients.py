@@ -64,10 +64,4 @@ def clip_exactly(parameters: list[nn.Parameter], max_norm: float, pp_mesh) -> to
         # Sequence parallelism leaves the gradients of norms as sums still to be made.
         if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
             parameter.grad = grad.redistribute(placements=parameter.placements)
-    if pp_mesh is None:
-        return clip_grad_norm_(parameters, max_norm)
-    squared = clip_grad_norm_(parameters, float("inf")).double().square()
-    dist.all_reduce(squared, group=pp_mesh.get_group())
-    total_norm = squared.sqrt().float()
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach=True)
-    return total_norm
+    return clip_grad_norm_(parameters, max_norm, groups=() if pp_mesh is None else (pp_mesh.get_group(),))

@@ -16,7 +16,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module, device_type
 from torchtitan.train import Trainer
 
-from gtp_dtensor import finalize_grads
+from gtp_dtensor import finalize_grads, set_requires_gradient_sync
 from titan_integration import cpu
 from titan_integration.context_parallel import check_context_parallel
 from titan_integration.data import GlobalOrderLoader
@@ -52,6 +52,7 @@ class GTPTrainer(Trainer):
         self._ended_well = False
         self._timeouts_tightened = False
         self._num_global_tokens: torch.Tensor | float | None = None
+        self._num_microbatches = 0
         self._skips_step = False
         self._num_skipped_steps = 0
         super().__init__(job_config)
@@ -108,12 +109,18 @@ class GTPTrainer(Trainer):
     def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> torch.Tensor:
         """One microbatch, forward and backward; returns its loss sum over the global number of tokens."""
         self._num_global_tokens = global_valid_tokens
+        self._num_microbatches += 1
+        # A pipeline's microbatches are within its schedule, so there the replicas reduce after it, before clipping.
+        is_last = self._num_microbatches == self.gradient_accumulation_steps
+        for model in self.model_parts:
+            set_requires_gradient_sync(model, is_last and not self.parallel_dims.pp_enabled)
         return super().forward_backward_step(
             input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
         )
 
     def train_step(self, data_iterator) -> None:
         """One optimizer step."""
+        self._num_microbatches = 0
         with self._clipping_by_us():
             super().train_step(data_iterator)
         if not self._timeouts_tightened:
