@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from gtp_dtensor import GTPStats, GTPStyle, finalize_grads, stats
+from gtp_dtensor import GTPStats, GTPStyle, finalize_grads, set_requires_gradient_sync, stats
 from tests.programs import (
     BOUND,
     DIM,
@@ -98,6 +99,12 @@ class Run:
     def before_step(self, number: int) -> None:
         """Called before each step."""
 
+    def before_microbatch(self, is_last: bool) -> None:
+        """Called before each microbatch of a step."""
+
+    def after_microbatches(self) -> None:
+        """Called after the last microbatch of a step."""
+
     def run(self) -> Trace:
         """Run all of it."""
         for number, step in enumerate(self.program.steps):
@@ -105,8 +112,10 @@ class Run:
             for index in step.toggle:
                 parameter = self.parameters[index % len(self.parameters)]
                 parameter.requires_grad_(not parameter.requires_grad)
-            for microbatch in step.microbatches:
+            for index, microbatch in enumerate(step.microbatches):
+                self.before_microbatch(index == len(step.microbatches) - 1)
                 self._microbatch(microbatch, f"step {number}")
+            self.after_microbatches()
             self.trace.add(f"gradient of step {number}", self.expected_gradients())
             with torch.no_grad():
                 for parameter in self.parameters:
@@ -190,9 +199,14 @@ class ShardedRun(Run):
 
     def __init__(self, program: Program, mesh) -> None:
         model = Model(program)
-        parallelize_module(model, mesh, GTPStyle(program.gtp_config(), min_numel=program.min_numel))
-        num_peers = mesh.size()
-        super().__init__(program, model, mesh.get_local_rank(), num_peers, num_peers * SAMPLES_PER_RANK)
+        rank, num_peers, options = mesh.get_local_rank(), mesh.size(), {}
+        if program.replicas:
+            grid = init_device_mesh("cpu", (2, num_peers // 2), mesh_dim_names=(program.replicas, "gtp"))
+            option = {"dps": "optimizer_shard_mesh", "dpr": "replicate_mesh"}[program.replicas]
+            mesh, options = grid["gtp"], {option: grid[program.replicas]}
+        style = GTPStyle(program.gtp_config(), min_numel=program.min_numel, **options)
+        parallelize_module(model, mesh, style)
+        super().__init__(program, model, rank, num_peers, num_peers * SAMPLES_PER_RANK)
         self._uses = {"forward": 0, "recompute": 0, "backward": 0}
         self._aborted_at: int | None = None  # number of uses when the last aborted backward was left
         self._num_mispredictions = 0  # before the last step
@@ -224,7 +238,9 @@ class ShardedRun(Run):
         return x.to(self.program.gtp_config().param_dtype or x.dtype) if self.program.cast_input else x
 
     def after_backward(self) -> None:
-        """Nothing is pending after a backward."""
+        """Nothing is pending after a backward that synchronises gradients."""
+        if not self._is_last_microbatch and self.program.syncs_last_only:
+            return
         num_pending = stats(self.model).num_pending
         # What an aborted backward left behind is dropped by the next use of any sharded weight.
         if num_pending and self._aborted_at != sum(self._uses.values()):
@@ -233,6 +249,17 @@ class ShardedRun(Run):
     def after_abort(self) -> None:
         """How many uses an aborted backward made cannot be told from here."""
         self._aborted_at = sum(self._uses.values())
+
+    def before_microbatch(self, is_last: bool) -> None:
+        """Decide what its backward does with the replicas."""
+        self._is_last_microbatch = is_last
+        if self.program.syncs_last_only:
+            set_requires_gradient_sync(self.model, is_last)
+
+    def after_microbatches(self) -> None:
+        """The last of them may have had no backward."""
+        if self.program.syncs_last_only:
+            finalize_grads(self.model)
 
     def before_step(self, number: int) -> None:
         """Remember the counters of all but the last step."""

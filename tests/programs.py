@@ -120,6 +120,9 @@ class Program:
         foreach: the optimizer steps by foreach kernels, which leave no trace in a tensor's version counter.
         cast_input: the input reaches the sharded model in the dtype it computes in, else in float32.
         seed: of weights and data.
+        replicas: "dps" or "dpr": half of the ranks are replicas of the other half, over which parameters are cut further,
+            or copies.
+        syncs_last_only: replicas are reached with the last microbatch of a step only.
     """
 
     units: tuple[Unit, ...]
@@ -132,6 +135,8 @@ class Program:
     foreach: bool = False
     cast_input: bool = False
     seed: int = 0
+    replicas: str = ""
+    syncs_last_only: bool = False
 
     def repeats_itself(self) -> bool:
         """Whether every step does the same."""
