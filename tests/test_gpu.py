@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from gtp_dtensor import GTPConfig, GTPStyle, reset_stats, stats
+from gtp_dtensor import GTPConfig, GTPStyle, reset_stats, set_requires_gradient_sync, stats
 from gtp_dtensor.transport.collective import CollectiveTransport, Transfer
 from gtp_dtensor.weight import Lease
 from tests.harness import ranks
@@ -46,6 +46,33 @@ def test_every_kind_of_module(mesh, rank, world_size, device, case, optimizer):
     )  # Adam divides by the root of tiny second moments, which lifts rounding
     s = stats(model)
     assert s.num_pending == 0 and s.live_lease_bytes == 0 and s.num_prefetch_hits > 0
+
+
+def meshes(replicas):
+    """(gtp mesh of the 4 ranks, options of GTPStyle): all of them, or two with replicas of a kind."""
+    if replicas is None:
+        return init_device_mesh("cuda", (4,), mesh_dim_names=("gtp",)), {}
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=(replicas, "gtp"))
+    option = {"dps": "optimizer_shard_mesh", "dpr": "replicate_mesh"}[replicas]
+    return mesh["gtp"], {option: mesh[replicas]}
+
+
+@on_gpu
+@pytest.mark.parametrize("replicas", ["dps", "dpr"])
+def test_llama_with_replicas(rank, world_size, device, replicas):
+    gtp_mesh, options = meshes(replicas)
+    model, reference = build_pair(lambda: TinyLlama().to(device))
+    parallelize_module(model, gtp_mesh, GTPStyle(min_numel=30, **options))
+    train_beside_reference(
+        model,
+        reference,
+        lambda step: torch.randint(0, 24, (8, 6), generator=torch.Generator().manual_seed(step)).to(device),
+        rank=rank,
+        world_size=world_size,
+        num_microbatches=2,
+        rtol=RTOL,
+        syncs_last_only=True,
+    )
 
 
 @on_gpu
@@ -108,7 +135,9 @@ def poisoned_memory():
 def slow(what: str, rank: int):
     """Make one kind of work late. A communicator's stream cannot be delayed by itself, but one rank can come late to
     each collective: then it is in flight on all the others for as long."""
-    gather, reduce, wait = CollectiveTransport.all_gather, CollectiveTransport.reduce_scatter, Transfer.wait
+    transport = CollectiveTransport
+    gather, reduce, all_reduce = transport.all_gather, transport.reduce_scatter, transport.start_all_reduce
+    wait = Transfer.wait
 
     def late(collective):
         def call(self, *args, **kwargs):
@@ -123,24 +152,27 @@ def slow(what: str, rank: int):
         torch.cuda._sleep(SLEEP)
 
     if what == "gather":
-        CollectiveTransport.all_gather = late(gather)
+        transport.all_gather = late(gather)
     elif what == "reduce":
-        CollectiveTransport.reduce_scatter = late(reduce)
+        transport.reduce_scatter, transport.start_all_reduce = late(reduce), late(all_reduce)
     elif what == "compute":
         Transfer.wait = slow_wait
     try:
         yield
     finally:
-        CollectiveTransport.all_gather, CollectiveTransport.reduce_scatter, Transfer.wait = gather, reduce, wait
+        transport.all_gather, transport.reduce_scatter, transport.start_all_reduce = gather, reduce, all_reduce
+        Transfer.wait = wait
 
 
-def _weights_after_steps(mesh, rank, world_size, device, config, num_steps=3):
+def _weights_after_steps(rank, world_size, device, config, replicas=None, num_steps=3):
     torch.manual_seed(0)
     model = MLP((64, 128, 128, 128, 64)).to(device)
-    parallelize_module(model, mesh, GTPStyle(config))
+    gtp_mesh, options = meshes(replicas)
+    parallelize_module(model, gtp_mesh, GTPStyle(config, **options))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(num_steps):
         for microbatch in range(2):
+            set_requires_gradient_sync(model, microbatch == 1)
             x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + microbatch)).to(device)
             mean_square(model(local_slice(x, rank, world_size))).backward()
         optimizer.step()
@@ -149,23 +181,25 @@ def _weights_after_steps(mesh, rank, world_size, device, config, num_steps=3):
 
 
 @on_gpu
+@pytest.mark.parametrize("replicas", [None, "dps", "dpr"])
 @pytest.mark.parametrize("what", ["nothing", "gather", "reduce", "compute"])
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-def test_no_wait_is_missing(mesh, rank, world_size, device, what, param_dtype):
+def test_no_wait_is_missing(rank, world_size, device, what, param_dtype, replicas):
     """Equal neighbours, released memory poisoned, one stream made late: not a bit changes."""
     config = GTPConfig(param_dtype=param_dtype, look_ahead=2)
-    expected = _weights_after_steps(mesh, rank, world_size, device, config)
+    expected = _weights_after_steps(rank, world_size, device, config, replicas)
     with poisoned_memory(), slow(what, rank):
-        weights = _weights_after_steps(mesh, rank, world_size, device, config)
+        weights = _weights_after_steps(rank, world_size, device, config, replicas)
     for name, value in weights.items():
         assert torch.isfinite(value).all() and torch.equal(value, expected[name]), name
 
 
 @on_gpu
+@pytest.mark.parametrize("replicas", [None, "dps"])
 @pytest.mark.parametrize("missing", ["gather", "reduce"])
-def test_the_poison_tests_find_a_missing_wait(mesh, rank, world_size, device, missing):
+def test_the_poison_tests_find_a_missing_wait(rank, world_size, device, missing, replicas):
     """Arms the trap of the test above: without the wait it fails."""
-    expected = _weights_after_steps(mesh, rank, world_size, device, GTPConfig())
+    expected = _weights_after_steps(rank, world_size, device, GTPConfig(), replicas)
     wait = Transfer.wait
 
     held = []
@@ -184,7 +218,7 @@ def test_the_poison_tests_find_a_missing_wait(mesh, rank, world_size, device, mi
     with poisoned_memory(), slow(missing, rank):
         Transfer.wait = no_wait
         try:
-            weights = _weights_after_steps(mesh, rank, world_size, device, GTPConfig())
+            weights = _weights_after_steps(rank, world_size, device, GTPConfig(), replicas)
         finally:
             Transfer.wait = wait
     torch.cuda.synchronize()
@@ -194,9 +228,11 @@ def test_the_poison_tests_find_a_missing_wait(mesh, rank, world_size, device, mi
 
 
 @ranks(4, device="cuda", timeout=300, group_timeout=60)  # collectives of ranks that share a GPU go through sockets
-def test_allocated_memory_is_flat_over_200_steps(mesh, rank, world_size, device):
+@pytest.mark.parametrize("replicas", [None, "dps"])
+def test_allocated_memory_is_flat_over_200_steps(device, replicas):
     model = MLP((64, 128, 128, 64)).to(device)
-    parallelize_module(model, mesh, GTPStyle(GTPConfig(param_dtype=torch.bfloat16)))
+    gtp_mesh, options = meshes(replicas)
+    parallelize_module(model, gtp_mesh, GTPStyle(GTPConfig(param_dtype=torch.bfloat16), **options))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(4, 64, device=device)
     allocated = []
@@ -216,9 +252,11 @@ def test_allocated_memory_is_flat_over_200_steps(mesh, rank, world_size, device)
 
 
 @on_gpu
-def test_no_host_synchronisation_inside_a_step(mesh, rank, world_size, device):
+@pytest.mark.parametrize("replicas", [None, "dps", "dpr"])
+def test_no_host_synchronisation_inside_a_step(device, replicas):
     model = MLP((64, 128, 128, 64)).to(device)
-    parallelize_module(model, mesh, GTPStyle(GTPConfig(param_dtype=torch.bfloat16)))
+    gtp_mesh, options = meshes(replicas)
+    parallelize_module(model, gtp_mesh, GTPStyle(GTPConfig(param_dtype=torch.bfloat16), **options))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(4, 64, device=device)
 
