@@ -1,6 +1,8 @@
 """torchtitan with GTP: whole jobs on CPUs, and what is refused at set-up."""
 
+import math
 import re
+import shutil
 import subprocess
 import sys
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 from tests import titan_runs
-from tests.titan_runs import DEBUG_TOML, SMALL, metrics, train
+from tests.titan_runs import DEBUG_TOML, SMALL, gradients, metrics, probes, train
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,8 @@ def cache(tmp_path_factory):
         *options,
         "--gtp.tensor_parallel_num_weight_shards=1",
         "--training.steps=6",
-        "--checkpoint.interval=100",
+        "--checkpoint.interval=3",
+        f"--debug.first_gradients_folder={folder}/single/gradients",
     )
     return folder, [*options, f"--model.hf_assets_path={folder}/single/checkpoint/tokenizer"]
 
@@ -60,6 +63,124 @@ def test_losses_and_norms_are_those_of_a_single_process(cache, tmp_path, num_ran
     assert mine[-1]["loss"] < mine[0]["loss"] - 0.3  # it learns
     described = re.search(r"GTP.*calculate_per_token_loss=True.*", run.stderr + run.stdout)
     assert described and "look_ahead=1" in described.group()
+
+
+PROBED = "--experimental.custom_import=tests.titan_probe"
+INTERLEAVED = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"]
+ZERO_BUBBLE = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule"]
+
+
+def assert_gradients_agree(folder, reference):
+    """Every parameter's whole gradient of the first step, relative to its norm."""
+    mine, single = gradients(folder), gradients(reference)
+    assert mine.keys() == single.keys() and len(single) > 50
+    for name, grad in single.items():
+        assert (mine[name].double() - grad.double()).norm() < 1e-5 * grad.double().norm(), name
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "num_ranks, options, num_groups",
+    [
+        # Two microbatches a step: replicas reduce in the second.
+        (4, ["--parallelism.data_parallel_shard_degree=2", "--training.local_batch_size=1"], 5),
+        (4, ["--parallelism.context_parallel_degree=2"], 7),
+        slow(4, ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=1"], 5),
+        slow(4, ["--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_load_balancer=None"], 7),
+        slow(
+            8,
+            [
+                "--parallelism.data_parallel_replicate_degree=2",
+                "--parallelism.tensor_parallel_degree=2",
+                "--gtp.tensor_parallel_num_weight_shards=4",
+                "--training.local_batch_size=1",
+            ],
+            7,
+        ),
+        slow(
+            8,
+            [
+                "--parallelism.context_parallel_degree=2",
+                "--parallelism.data_parallel_shard_degree=2",
+                "--training.local_batch_size=1",
+            ],
+            7,
+        ),
+    ],
+    ids=["dps2gtp2", "cp2gtp2", "dpr2gtp2", "cp2gtp2_contiguous", "dpr2tp2gtp2", "dps2cp2gtp2"],
+)
+def test_replicas_beside_gtp_change_nothing(cache, tmp_path, num_ranks, options, num_groups):
+    """Losses and norms of four steps of two microbatches, gradients of the first."""
+    folder, common = cache
+    options = [*common, PROBED, f"--debug.first_gradients_folder={tmp_path}/gradients", *options]
+    train(tmp_path, num_ranks, *options, "--training.steps=4", "--checkpoint.no_enable")
+    mine, single = metrics(tmp_path), metrics(folder / "single")[:4]
+    assert largest_difference(mine, single, "loss") < 1e-6 and largest_difference(mine, single, "grad_norm") < 1e-6
+    assert_gradients_agree(tmp_path, folder / "single")
+    ranks = probes(tmp_path)
+    assert len(ranks) == num_ranks
+    for rank in ranks:
+        counted = rank["stats"]
+        assert counted["num_reductions"] == 2 * 4 * counted["num_sharded_weights"] > 0
+        assert counted["num_replica_reductions"] == 4 * counted["num_sharded_weights"] and counted["num_pending"] == 0
+        # All ranks', each axis' where torchtitan communicates on it, and the library's own for reductions.
+        assert len(rank["groups"]) == num_groups, rank["groups"]
+    # Every group, the library's own included, gives up within the time that the job names.
+    assert {timeout for rank in ranks for _, timeout in rank["groups"]} == {100.0}
+
+
+@pytest.mark.parametrize(
+    "num_ranks, options",
+    [
+        (4, INTERLEAVED),
+        slow(4, ["--parallelism.pipeline_parallel_degree=2"]),
+        slow(4, [*ZERO_BUBBLE, "InterleavedZeroBubble"]),
+        slow(4, [*ZERO_BUBBLE, "ZBVZeroBubble"]),
+        slow(8, [*INTERLEAVED, "--parallelism.data_parallel_shard_degree=2", "--training.local_batch_size=2"]),
+        slow(8, [*INTERLEAVED, "--parallelism.tensor_parallel_degree=2", "--gtp.tensor_parallel_num_weight_shards=4"]),
+    ],
+    ids=["interleaved", "1f1b", "zero_bubble", "zero_bubble_v", "interleaved_dps2", "interleaved_tp2"],
+)
+def test_pipelines_with_gtp_continue_a_single_process(cache, tmp_path, num_ranks, options):
+    """From step 3 of one process, its optimizer state included; each wgrad and each reduction once a microbatch."""
+    folder, common = cache
+    shutil.copytree(folder / "single" / "checkpoint" / "step-3", tmp_path / "checkpoint" / "step-3")
+    run = train(tmp_path, num_ranks, *common, PROBED, *options, "--training.steps=6", "--checkpoint.interval=100")
+    mine, single = metrics(tmp_path), metrics(folder / "single")[3:]
+    assert [record["step"] for record in mine] == [4, 5, 6]
+    assert largest_difference(mine, single, "loss") < 1e-6 and largest_difference(mine, single, "grad_norm") < 1e-6
+    assert "loss:" in run.stdout + run.stderr  # also where the loss is not on rank 0
+    num_microbatches = 3 * 8 // (num_ranks // 2 // (2 if "--parallelism.tensor_parallel_degree=2" in options else 1))
+    for rank in probes(tmp_path):
+        counted = rank["stats"]
+        assert counted["num_reductions"] == num_microbatches * counted["num_sharded_weights"] > 0
+        assert counted["num_replica_reductions"] in (0, 3 * counted["num_sharded_weights"])
+
+
+@pytest.mark.parametrize("implementation", [slow("fused"), slow("for-loop")])
+def test_optimizers_step_on_any_mix_of_meshes(cache, tmp_path, implementation):
+    folder, common = cache
+    options = [f"--optimizer.implementation={implementation}", "--parallelism.data_parallel_shard_degree=2"]
+    train(tmp_path, 4, *common, *options, "--training.steps=4", "--checkpoint.no_enable")
+    mine, single = metrics(tmp_path), metrics(folder / "single")[:4]
+    assert largest_difference(mine, single, "loss") < 1e-6 and largest_difference(mine, single, "grad_norm") < 1e-6
+
+
+def test_a_step_whose_norm_is_not_finite_is_skipped_by_all_ranks(cache, tmp_path):
+    """One rank's shard of one gradient has a NaN in step 2."""
+    folder, common = cache
+    options = [*common, PROBED, "--gtp.skip_nonfinite_steps", "--training.steps=4", "--checkpoint.no_enable"]
+    run = train(tmp_path, 2, *options, env={"PROBE_NAN_STEP": "2"})
+    mine, single = metrics(tmp_path), metrics(folder / "single")
+    assert [rank["changed"] for rank in probes(tmp_path)] == [[True, False, True, True]] * 2
+    assert math.isnan(mine[1]["grad_norm"]) and all(math.isfinite(mine[i]["grad_norm"]) for i in (0, 2, 3))
+    assert mine[1]["loss"] == pytest.approx(single[1]["loss"], rel=1e-6)
+    assert abs(mine[2]["loss"] - single[2]["loss"]) > 1e-4  # the same batch, without the update of step 2
+    warnings = re.findall(r"Step (\d+) skipped.* (\d+)$", run.stdout + run.stderr, re.MULTILINE)
+    assert warnings == [("2", "1")]
 
 
 def test_a_twofold_learning_rate_shows(cache, tmp_path):
@@ -166,10 +287,6 @@ def test_a_dead_rank_takes_the_others_down(cache, tmp_path):
     assert re.search(r"Signal 9 \(SIGKILL\)|exitcode\s*:\s*-9", output), output[-3000:]
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     "num_ranks, options, message",
     [
@@ -184,7 +301,22 @@ def slow(*values):
             r"tensor_parallel_num_weight_shards = 3.*(divisible|multiple)",
         ),
         slow(2, ["--gtp.tensor_parallel_num_weight_shards=3"], r"does not divide the 2 ranks.*start 3 ranks"),
-        (4, [], r"data_parallel_shard_degree.*would be 2.*not supported together with gtp yet"),
+        (
+            4,
+            ["--parallelism.data_parallel_shard_degree=1"],
+            r"gtp 2 = 2 leaves idle ranks among the 4 ranks.*degree to 2",
+        ),
+        slow(
+            4,
+            ["--parallelism.expert_parallel_degree=2"],
+            r"expert_parallel_degree = 2.*not supported together with gtp",
+        ),
+        slow(
+            4,
+            ["--parallelism.context_parallel_degree=2", "--model.flavor=debugmodel_varlen_attn"],
+            r"context_parallel_degree = 2 \(axis cp\) with attention 'varlen'",
+        ),
+        slow(2, ["--parallelism.pipeline_parallel_degree=16"], r"gtp 2 .*= 32 does not divide the 2 ranks"),
         slow(1, ["--gtp.look_ahed=2"], r"look_ahed"),
         slow(2, ["--gtp.exclude", "layers.9.*"], r"exclude.*'layers\.9\.\*' matches nothing"),
         slow(2, ["--gtp.wire_format=mxfp8"], r"mxfp8.*not served"),
@@ -197,7 +329,10 @@ def slow(*values):
         "below_tp",
         "not_divisible",
         "not_dividing_ranks",
-        "dp_shard",
+        "idle_ranks",
+        "ep",
+        "cp_varlen",
+        "pp_ranks",
         "unknown_key",
         "exclude",
         "wire_format",

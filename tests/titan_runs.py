@@ -1,5 +1,7 @@
 """Runs of whole training jobs for test_titan.py, each in processes of its own.
 
+Imported by a job (``--experimental.custom_import=tests.titan_probe``), titan_probe.py adds what its ranks know.
+
 As a program: one training run whose losses, parameters, random state and statistics go to a file. With ``stock`` the
 Trainer, the dimensions and the parallelize function are torchtitan's own.
 """
@@ -18,7 +20,13 @@ SMALL = ["--training.seq_len=64", "--training.local_batch_size=2", "--training.g
 
 
 def train(
-    folder: Path, num_ranks: int, *options: str, config: Path = DEBUG_TOML, timeout: float = 300, check: bool = True
+    folder: Path,
+    num_ranks: int,
+    *options: str,
+    config: Path = DEBUG_TOML,
+    timeout: float = 300,
+    check: bool = True,
+    env=None,
 ) -> subprocess.CompletedProcess:
     """A torchrun of ``titan_integration.train`` on CPUs; raises with the end of its output where it fails."""
     command = [
@@ -33,7 +41,9 @@ def train(
         f"--job.dump_folder={folder}",
         *options,
     ]
-    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment() | (env or {}), capture_output=True, text=True, timeout=timeout
+    )
     if check and result.returncode != 0:
         raise AssertionError(f"{' '.join(command)}\n{(result.stdout + result.stderr)[-6000:]}")
     return result
@@ -47,6 +57,18 @@ def environment() -> dict[str, str]:
 def metrics(folder: Path) -> list[dict]:
     """What a run wrote to metrics.jsonl, a dict a step."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def probes(folder: Path) -> list[dict]:
+    """What the ranks of a run with ``tests.titan_probe`` knew at its end, a dict a rank."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("probe_*.json"))]
+
+
+def gradients(folder: Path) -> dict:
+    """The whole gradients that a run wrote to ``folder / "gradients"``, by parameter name."""
+    import torch
+
+    return {name: g for path in (folder / "gradients").glob("*.pt") for name, g in torch.load(path).items()}
 
 
 def record(mode: str, out: str, arguments: list[str]) -> None:
