@@ -406,3 +406,29 @@ def test_bad_meshes_are_refused(rank):
         parallelize_module(model, mesh["gtp"], GTPStyle(replicate_mesh=mesh["dps"], optimizer_shard_mesh=mesh["dps"]))
     assert not any(hasattr(p, "placements") for p in model.parameters())
     dist.barrier()
+
+
+@ranks(4)
+def test_initialisation_and_checked_states(rank, world_size):
+    """Whatever asks where in the weight this rank's stored rows lie: the padding row, and the check of compute shards."""
+    mesh, options = replica_mesh(dps=2, gtp=2)
+
+    def build():
+        return nn.Sequential(nn.Embedding(10, 8, padding_idx=7), nn.Linear(8, 9))
+
+    for padding_idx in (0, 3, 7, 9):
+        model, reference = build_pair(build)
+        config = GTPConfig(check_param_states=True, param_dtype=torch.bfloat16)
+        parallelize_module(model, mesh["gtp"], GTPStyle(config, min_numel=0, **options))
+        for one in (model, reference):
+            one[0].padding_idx = padding_idx
+            torch.manual_seed(3)
+            for module in one:
+                module.reset_parameters()
+        assert_close_to_reference(full_parameters(model), full_parameters(reference), "weight", 0)
+        assert not model[0].weight.full_tensor()[padding_idx].any()
+        model(torch.arange(10)).float().square().sum().backward()
+    with torch.no_grad():
+        model[1].weight._local_tensor.data.add_(1.0)  # leaves no trace
+    with pytest.raises(RuntimeError, match="illegal transition of the compute shard from 'stale' to 'gathered'"):
+        model[1]._gtp.weights["weight"].check_copy()
