@@ -203,7 +203,10 @@ def _issue_position(uses: list[Use], position: int, look_ahead: int) -> int:
     """The earliest use, at most ``look_ahead`` before, from which prefetching may reach ``position``."""
     issue = position
     while issue > 0 and position - issue < look_ahead:
-        if uses[issue].starts_pass or (uses[issue - 1].kind in IN_BACKWARD and uses[position].kind not in IN_BACKWARD):
+        after_backward = uses[issue - 1].kind in IN_BACKWARD
+        if uses[issue].starts_pass and (after_backward or uses[issue].kind not in IN_BACKWARD):
+            break
+        if after_backward and uses[position].kind not in IN_BACKWARD:
             break
         issue -= 1
     return issue

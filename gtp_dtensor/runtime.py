@@ -198,7 +198,8 @@ class Runtime:
         if self._depth == 0:
             for weight in self.live_weights():
                 lease = weight.next_lease
-                if lease is not None and not (lease.kind is _BACKWARD and torch.is_grad_enabled()):
+                is_for_backward = lease is not None and (lease.kind is _BACKWARD or lease.kind is _RECOMPUTE)
+                if lease is not None and not (is_for_backward and torch.is_grad_enabled()):
                     self.drop(lease)
 
     def distrust_copies(self) -> None:
@@ -225,6 +226,8 @@ class Runtime:
             self._void()
         if task == -1:
             return
+        if not self._backwards:
+            self._starts_pass = True
         end = _BackwardEnd(self, task)
         self._backwards[task] = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -366,9 +369,12 @@ class Runtime:
         is_backward = current is _BACKWARD or current is _RECOMPUTE
         for ahead in range(self.config.look_ahead):
             use = self.schedule.peek(ahead)
-            if use is None or use[2]:  # the next pass
+            if use is None:
                 return
-            index, kind, _ = use
+            index, kind, starts_pass = use
+            # What the next pass reads; but the backward after this forward may find its first weight gathered.
+            if starts_pass and (is_backward or (kind is not _BACKWARD and kind is not _RECOMPUTE)):
+                return
             if is_backward and kind is not _BACKWARD and kind is not _RECOMPUTE:
                 return  # beyond the end of this backward lies the user's code, perhaps an optimizer step
             weight = self.weights[index]()

@@ -31,7 +31,7 @@ class Use(NamedTuple):
 
     weight: int  # index of the weight in its runtime
     kind: Kind
-    starts_pass: bool  # whether the root module's forward was entered since the previous use
+    starts_pass: bool  # whether the root's forward, or a backward, was entered since the previous use
 
 
 class Schedule:

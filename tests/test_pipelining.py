@@ -180,3 +180,4 @@ def check_counters(pipeline: Pipeline, num_products: int, num_weights: int, is_f
         assert seen.num_forward_gathers == NUM_MICROBATCHES * num_weights
     if is_last:
         assert seen.num_mispredictions == 0 < seen.num_prefetch_hits
+        assert seen.num_backward_gathers == NUM_MICROBATCHES * (num_weights - num_tables)

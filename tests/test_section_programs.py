@@ -70,9 +70,9 @@ class StepCounts:
         assert self.num_reduce_scatters == self.num_reductions, f"{where}: {self}"
         assert not is_settled or self.num_mispredictions == 0, f"{where}: {self}"
 
-    def check_gathers(self, where: str) -> None:
+    def check_gathers(self, where: str, num_kept: int = 0) -> None:
         """Nothing is gathered that is not used."""
-        assert self.num_gathers == self.num_uses > 0, f"{where}: {self}"
+        assert self.num_gathers == self.num_uses - num_kept > 0, f"{where}: {self}"
 
 
 class CountingRun(ShardedRun):
@@ -100,7 +100,7 @@ class CountingRun(ShardedRun):
         step.num_reduce_scatters += log.count("reduce_scatter")
 
 
-def run_counted(program: Program, mesh, settled_after: int) -> tuple[list[StepCounts], Trace]:
+def run_counted(program: Program, mesh, settled_after: int, num_kept: int = 0) -> tuple[list[StepCounts], Trace]:
     """Run ``program`` sharded and whole and compare everything; counts are exact after some steps. Returns counts and
     what the whole model did."""
     sharded = CountingRun(program, mesh)
@@ -111,7 +111,7 @@ def run_counted(program: Program, mesh, settled_after: int) -> tuple[list[StepCo
     for number, step in enumerate(sharded.steps):
         step.check(f"step {number}", is_settled=number >= settled_after)
         if number >= settled_after:
-            step.check_gathers(f"step {number}")
+            step.check_gathers(f"step {number}", num_kept)
     return sharded.steps, expected
 
 
@@ -121,9 +121,9 @@ def trained(trace: Trace, name: str) -> int:
     return sum(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
-def path(*units: int) -> tuple[Segment, ...]:
-    """A segment for each unit."""
-    return tuple(Segment((unit,)) for unit in units)
+def path(*units: int, recompute: str = "none", size: int = 1) -> tuple[Segment, ...]:
+    """Segments of ``size`` units."""
+    return tuple(Segment(units[start : start + size], recompute) for start in range(0, len(units), size))
 
 
 EMBEDDING, BLOCK, HEAD = Unit("lookup", rows=MAX_WIDTH), Unit("pair", rows=6), Unit("square")
@@ -238,6 +238,19 @@ def test_block_replayed_twice_with_a_shared_output_weight(mesh):
     assert trained(trace, "units.0.first.weight") == trained(trace, "units.1.first.weight") == 6
 
 
+@ranks(2)
+@pytest.mark.parametrize("keep_bytes", [None, 0])
+@pytest.mark.parametrize("recompute", ["reentrant", "nonreentrant"])
+def test_full_recompute(mesh, recompute, keep_bytes):
+    """8 blocks of 4 weights: 96 uses. What a recompute gathers may stay for the backward of its block: 64 gathers."""
+    forward = Forward((path(*range(16), recompute=recompute, size=2),), input_grad=True)
+    program = Program((BLOCK,) * 16, steps_of(forward, num=5), config={"recompute_keep_bytes": keep_bytes})
+    num_kept = 32 if keep_bytes is None else 0
+    steps, trace = run_counted(program, mesh, settled_after=3, num_kept=num_kept)
+    assert steps[-1].num_uses == 96 and steps[-1].num_gathers == 96 - num_kept and steps[-1].num_reductions == 32
+    assert trained(trace, "units.0.first.weight") == 5
+
+
 # ---- several roots in one process: what one rank of a pipeline runs
 
 
@@ -349,6 +362,8 @@ def test_pipeline_ranks(mesh, world_size, num_stages, num_chunks):
         assert not found, f"pipeline rank {stage}:\n" + "\n".join(found)
         for number, step in enumerate(sharded.steps):
             step.check(f"pipeline rank {stage}, step {number}", is_settled=number > 2)
+            if number > 2:
+                step.check_gathers(f"pipeline rank {stage}, step {number}")
             assert step.num_reductions == 4 * num_chunks * NUM_CHUNK_WEIGHTS
         seen = stats(sharded.chunks)
         assert (seen.live_lease_bytes, seen.num_pending) == (0, 0) and seen.num_prefetch_hits > 0
