@@ -5,7 +5,8 @@
 
 A run is an arrangement of compare.py, with `@SEED` for other initial weights and another order of the data than the TOML's
 seed gives. The final loss is the mean over the last 20 steps. Those of the first run's seed have to agree with the first
-run's at least as well as the runs of other seeds do: otherwise the exit status is 1. Other options are compare.py's.
+run's at least as well as the runs of other seeds do: otherwise the exit status is 1. Curves are kept beside the picture in a
+JSON file; a later call with the same TOML and options takes from it what is there. Other options are compare.py's.
 """
 
 from __future__ import annotations
@@ -92,16 +93,20 @@ def main() -> int:
         if importlib.util.find_spec("matplotlib") is None:
             raise UsageError("the picture needs matplotlib: pip install matplotlib")
         args, titan_options = parse_arguments()
-        runs = [parse_run(text.strip()) for text in own.runs.split(",")]
-        names = own.runs.split(",")
+        names = [text.strip() for text in own.runs.split(",")]
+        runs = [parse_run(name) for name in names]
+        own.png.parent.mkdir(parents=True, exist_ok=True)
+        kept = own.png.with_suffix(".json")
+        settings = {"toml": args.toml.read_text(), "options": rest}
+        before = json.loads(kept.read_text()) if kept.exists() else {}
+        known = before.get("curves", {}) if before.get("settings") == settings else {}
+        curves = {}
         with tempfile.TemporaryDirectory(prefix="curves_") as folder:
             comparison = Comparison(args, titan_options, Path(folder))
-            curves = {}
             for number, (name, (arrangement, seed)) in enumerate(zip(names, runs)):
-                curves[name] = train(comparison, number, arrangement, seed)
-                print(f"ran {name}: loss {curves[name][0]:.4f} to {curves[name][-1]:.4f}", flush=True)
-        own.png.parent.mkdir(parents=True, exist_ok=True)
-        own.png.with_suffix(".json").write_text(json.dumps(curves))
+                curves[name] = known.get(name) or train(comparison, number, arrangement, seed)
+                print(f"{name}: loss {curves[name][0]:.4f} to {curves[name][-1]:.4f}", flush=True)
+                kept.write_text(json.dumps({"settings": settings, "curves": {**known, **curves}}))
         plot(curves, own.png, f"{args.toml.name}, {args.dtype}, {comparison.optimizer}")
         return 0 if report(curves, [seed for _, seed in runs]) else 1
     except UsageError as error:
