@@ -432,3 +432,28 @@ def test_initialisation_and_checked_states(rank, world_size):
         model[1].weight._local_tensor.data.add_(1.0)  # leaves no trace
     with pytest.raises(RuntimeError, match="illegal transition of the compute shard from 'stale' to 'gathered'"):
         model[1]._gtp.weights["weight"].check_copy()
+
+
+@ranks(4)
+@pytest.mark.parametrize("kind", ["dps", "dpr"])
+def test_replicas_are_reached_under_the_backward(rank, monkeypatch, kind):
+    """The sums over replicas start while later layers' gradients are still to come, not after the backward."""
+    mesh, options = replica_mesh(**{kind: 2, "gtp": 2})
+    model = MLP((16, 32, 32, 32, 32, 8), bias=False)
+    parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=0, **options))
+    domain = model.layers[0]._gtp.weights["weight"].runtime.domain
+    events = []
+
+    def logged(name, call):
+        return lambda *args, **kwargs: (events.append(name), call(*args, **kwargs))[1]
+
+    monkeypatch.setattr(domain.transport, "reduce_scatter", logged("gtp", domain.transport.reduce_scatter))
+    if kind == "dps":
+        over = domain.shard_transport
+        monkeypatch.setattr(over, "reduce_scatter", logged("replicas", over.reduce_scatter))
+    else:
+        over = domain.replicate_transport
+        monkeypatch.setattr(over, "start_all_reduce", logged("replicas", over.start_all_reduce))
+    model(torch.randn(2, 16)).square().mean().backward()
+    assert events.count("gtp") == events.count("replicas") == 5
+    assert events[:2] == ["gtp", "gtp"] and events[2:8] == ["replicas", "gtp"] * 3
