@@ -57,11 +57,13 @@ def write_whole_gradients(model_parts: Iterable[nn.Module], dims, folder: str) -
         torch.save(gradients, os.path.join(folder, f"pp{stage}.pt"))
 
 
-def clip_exactly(parameters: list[nn.Parameter], max_norm: float, pp_mesh) -> torch.Tensor:
-    """Clips by the exact 2-norm of all gradients, over all pipeline stages; returns the norm before clipping."""
+def clip_exactly(parameters: Iterable[nn.Parameter], max_norm: float, pp_mesh, norm_type: float = 2.0) -> torch.Tensor:
+    """Clips by the exact norm of all gradients, over all pipeline stages; returns the norm before clipping."""
+    parameters = list(parameters)
     for parameter in parameters:
         grad = parameter.grad
         # Sequence parallelism leaves the gradients of norms as sums still to be made.
         if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
             parameter.grad = grad.redistribute(placements=parameter.placements)
-    return clip_grad_norm_(parameters, max_norm, groups=() if pp_mesh is None else (pp_mesh.get_group(),))
+    groups = () if pp_mesh is None else (pp_mesh.get_group(),)
+    return clip_grad_norm_(parameters, max_norm, norm_type, groups=groups)

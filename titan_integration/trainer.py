@@ -136,7 +136,7 @@ class GTPTrainer(Trainer):
         def clip(parameters, max_norm, norm_type=2.0, **kwargs) -> torch.Tensor:
             self._complete_gradients()
             if self.parallel_dims.gtp_enabled or self.job_config.training.exact_grad_norm:
-                norm = clip_exactly(parameters, max_norm, self.parallel_dims.get_optional_mesh("pp"))
+                norm = clip_exactly(parameters, max_norm, self.parallel_dims.get_optional_mesh("pp"), norm_type)
             else:
                 norm = titan_clip(parameters, max_norm, norm_type, **kwargs)
             self._decide_skip(norm)
