@@ -305,7 +305,8 @@ class _TPEmbedding(torch.autograd.Function):
         local_ids = ids._local_tensor if isinstance(ids, DTensor) else ids
         lease = weight.runtime.acquire(weight, kind)
         table = lease.read()._local_tensor
-        if tp.placement == Shard(0):
+        (tp_placement,) = tp.placements
+        if tp_placement == Shard(0):
             start = tp.mesh.get_local_rank() * -(-param.shape[0] // tp.mesh.size())
             outside = (local_ids < start) | (local_ids >= start + table.shape[0])
             local_ids = (local_ids - start).masked_fill(outside, 0)
@@ -315,7 +316,7 @@ class _TPEmbedding(torch.autograd.Function):
         else:
             outside = None
             y = F.embedding(local_ids, table)
-            placement = Shard(y.dim() - 1) if tp.placement == Shard(1) else Replicate()
+            placement = Shard(y.dim() - 1) if tp_placement == Shard(1) else Replicate()
         del table
         weight.runtime.release(lease)
         ctx.weight, ctx.param = weight, param

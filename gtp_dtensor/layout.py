@@ -154,22 +154,27 @@ def storage_mesh(
     shard_mesh: DeviceMesh | None = None,
     replicate_mesh: DeviceMesh | None = None,
 ) -> DeviceMesh:
-    """The mesh that parameters are stored on, its axes in cutting order: (replicate, tp, gtp, optimizer shard), those that
-    are there.
+    """The mesh that parameters are stored on, its axes in cutting order: (replicate, all of ``tp_mesh``, gtp, optimizer
+    shard), those that are there.
 
     Built from the existing process groups, so it costs no communicator. Collective over all axes but the last.
 
     Raises:
         ValueError: the ranks of the tp axis do not ascend, or the axes do not form a grid.
     """
-    if tp_mesh is not None and tp_mesh.mesh.tolist() != dist.get_process_group_ranks(tp_mesh.get_group()):
-        raise ValueError(
-            f"the ranks of mesh axis {tp_mesh.mesh_dim_names} must ascend and are {tp_mesh.mesh.tolist()}: "
-            "build the mesh with ascending ranks along its tensor-parallel axis"
-        )
+    for ranks, group in [] if tp_mesh is None else _lines(tp_mesh):
+        if ranks != dist.get_process_group_ranks(group):
+            raise ValueError(
+                f"the ranks of mesh axes {tp_mesh.mesh_dim_names} must ascend and are {ranks}: build the mesh with ascending "
+                "ranks along its tensor-parallel axes"
+            )
     defaults = {"replicate": replicate_mesh, "tp": tp_mesh, "gtp": gtp_mesh, "optimizer_shard": shard_mesh}
-    axes = [(axis_name(mesh, default), mesh) for default, mesh in defaults.items() if mesh is not None]
-    groups = [mesh.get_group() for _, mesh in axes]
+    axes = []
+    for default, mesh in defaults.items():
+        if mesh is not None:
+            own_names = mesh.mesh_dim_names or [default, *(f"{default}{axis}" for axis in range(1, mesh.ndim))]
+            axes += zip(own_names, mesh.get_all_groups())
+    groups = [group for _, group in axes]
     if len(axes) == 1 and gtp_mesh.mesh.tolist() == dist.get_process_group_ranks(groups[0]):
         return gtp_mesh
     grid = torch.tensor(dist.get_process_group_ranks(groups[-1]))
@@ -191,6 +196,16 @@ def storage_mesh(
     return mesh
 
 
+def _lines(mesh: DeviceMesh) -> list[tuple[list[int], dist.ProcessGroup]]:
+    """For each axis: this rank's peers along it in the order of the mesh, and the group of the axis."""
+    coordinate = mesh.get_coordinate()
+    lines = []
+    for axis in range(mesh.ndim):
+        place = tuple(slice(None) if other == axis else at for other, at in enumerate(coordinate))
+        lines.append((mesh.mesh[place].tolist(), mesh.get_group(axis)))
+    return lines
+
+
 def _grids_of_peers(grid: torch.Tensor, group: dist.ProcessGroup, device_type: str) -> list[torch.Tensor]:
     """``grid`` (ranks along the axes inside this one) as every rank of ``group`` has it, in their order."""
     if group.size() == 1:
@@ -208,14 +223,19 @@ def _grids_of_peers(grid: torch.Tensor, group: dist.ProcessGroup, device_type: s
 
 @dataclass(frozen=True)
 class TPLayout:
-    """The tensor-parallel part of a parameter's layout: what a module sees of it inside forward."""
+    """The model-parallel part of a parameter's layout (tensor parallel, or expert and expert tensor parallel): what a
+    module sees of it inside forward."""
 
     mesh: DeviceMesh
-    placement: Placement
     spec: DTensorSpec  # over the logical shape, in the parameter's own dtype
 
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One for each axis of the mesh."""
+        return self.spec.placements
+
     def wrap(self, local: torch.Tensor) -> DTensor:
-        """``local`` as the DTensor on the tp mesh that a tensor-parallel module computes with."""
+        """``local`` as the DTensor on the mesh that a model-parallel module computes with."""
         spec = self.spec
         if local.dtype != spec.tensor_meta.dtype:
             meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
@@ -223,19 +243,21 @@ class TPLayout:
         return new_dtensor(local, spec)
 
     def unwrap_grad(self, grad: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """(this rank's gradient of its TP-local part, whether a sum over tp is still owed)."""
+        """(this rank's gradient of its local part, whether a sum over the mesh, of one axis then, is still owed)."""
         if not isinstance(grad, DTensor):
             return grad, False
-        placement = grad.placements[0]
-        if placement == self.placement:
+        placements = grad.placements
+        if placements == self.placements:
             return grad._local_tensor, False
-        if placement.is_partial() and placement.reduce_op == "sum" and isinstance(self.placement, Replicate):
-            return grad._local_tensor, True
-        return grad.redistribute(self.mesh, [self.placement])._local_tensor, False
+        if len(placements) == 1 and isinstance(self.placements[0], Replicate):
+            (placement,) = placements
+            if placement.is_partial() and placement.reduce_op == "sum":
+                return grad._local_tensor, True
+        return grad.redistribute(self.mesh, self.placements)._local_tensor, False
 
 
 def tp_layout(param: torch.Tensor, gtp_mesh: DeviceMesh, fqn: str) -> TPLayout | None:
-    """The tensor-parallel layout of ``param``, or None for a plain tensor.
+    """The model-parallel layout of ``param``, or None for a plain tensor.
 
     Raises:
         ValueError: a DTensor on a mesh that cannot be combined with the gtp axis.
@@ -244,19 +266,14 @@ def tp_layout(param: torch.Tensor, gtp_mesh: DeviceMesh, fqn: str) -> TPLayout |
         return None
     mesh = param.device_mesh
     where = f"{fqn} of shape {tuple(param.shape)} is a DTensor on mesh axes {mesh.mesh_dim_names or '(unnamed)'}"
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"{where} of sizes {tuple(mesh.shape)}: GTPStyle can be combined with one tensor-parallel axis; "
-            "apply TP to a 1-D mesh first, GTPStyle after it, and other sharding last"
-        )
-    own = {dist.get_rank()}
-    shared = (set(mesh.mesh.tolist()) & set(gtp_mesh.mesh.tolist())) - own
+    shared = (set(mesh.mesh.flatten().tolist()) & set(gtp_mesh.mesh.tolist())) - {dist.get_rank()}
     if shared:
         raise ValueError(
-            f"{where}, which shares ranks {sorted(shared)} with the gtp axis {gtp_mesh.mesh.tolist()}: tensor "
-            "parallelism needs an axis of its own, orthogonal to gtp (a weight can be given to GTPStyle only once)"
+            f"{where} of sizes {tuple(mesh.shape)}, which shares ranks {sorted(shared)} with the gtp axis "
+            f"{gtp_mesh.mesh.tolist()}: apply tensor parallelism first, to axes of its own that are orthogonal to gtp, "
+            "GTPStyle after it, and other sharding last (a weight can be given to GTPStyle only once)"
         )
-    placement = param.placements[0]
-    if type(placement) is not Shard and type(placement) is not Replicate:
-        raise ValueError(f"{where} with placement {placement}: only Shard and Replicate can be cut further")
-    return TPLayout(mesh, placement, param._spec)
+    for placement in param.placements:
+        if type(placement) is not Shard and type(placement) is not Replicate:
+            raise ValueError(f"{where} with placement {placement}: only Shard and Replicate can be cut further")
+    return TPLayout(mesh, param._spec)

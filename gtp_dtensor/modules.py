@@ -161,7 +161,7 @@ def _fill_padding_row(self: nn.Embedding) -> None:
     member = weight_of(self, "weight") if "weight" in state.weights else small_of(self, "weight")
     local = member.param._local_tensor
     row = self.padding_idx
-    if member.tp is not None and member.tp.placement.is_shard(0):
+    if member.tp is not None and member.tp.placements[0].is_shard(0):
         row -= member.tp.mesh.get_local_rank() * -(-member.spec.shape[0] // member.tp.mesh.size())
     if "weight" in state.weights:
         row -= member.first_stored_row

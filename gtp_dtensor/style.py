@@ -392,8 +392,8 @@ class _Application:
         """``local`` as a registered parameter on the storage mesh; attributes that users set on ``old`` survive."""
         domain = self.domain
         placements = (placement,) if domain.shard_mesh is None else (placement, placement)
-        if self.storage.ndim > len(placements) + (domain.replicate_mesh is not None):  # there is a tp axis
-            placements = (tp.placement if tp is not None else Replicate(), *placements)
+        num_tp_axes = self.storage.ndim - len(placements) - (domain.replicate_mesh is not None)
+        placements = (*((Replicate(),) * num_tp_axes if tp is None else tp.placements), *placements)
         if domain.replicate_mesh is not None:
             placements = (Replicate(), *placements)
         meta = TensorMeta(old.shape, old.stride(), old.dtype)

@@ -52,10 +52,14 @@ def test_conflicting_meshes(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
     sharded = nn.Linear(64, 64)
     fully_shard(sharded, mesh=mesh["gtp"])
-    refused(sharded, mesh["gtp"], [r"weight of shape \(64, 64\)", "shares ranks", "gtp axis", "axis of its own"])
+    refused(sharded, mesh["gtp"], [r"weight of shape \(64, 64\)", "shares ranks", "gtp axis", "axes of its own"])
     on_two = nn.Linear(64, 64, bias=False)
     on_two.weight = nn.Parameter(distribute_tensor(on_two.weight.detach(), mesh, [Shard(0), Shard(1)]))
-    refused(on_two, mesh["gtp"], [r"weight of shape \(64, 64\)", r"\('gtp', 'tp'\)", "apply TP to a 1-D mesh first"])
+    refused(
+        on_two,
+        mesh["gtp"],
+        [r"weight of shape \(64, 64\)", r"\('gtp', 'tp'\)", "axes of its own that are orthogonal to gtp"],
+    )
     other = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("a", "b"))["b"]
     mixed = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     parallelize_module(mixed[0], mesh["tp"], ColwiseParallel())

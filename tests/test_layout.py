@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from gtp_dtensor import GTPStyle
@@ -90,3 +90,40 @@ def test_whole_parameters_lie_on_the_same_mesh(mesh):
     assert model[0].weight.placements == (Shard(0),)
     for param in (model[0].bias, model[1].weight, model[1].bias):
         assert param.placements == (Replicate(),) and param.device_mesh == model[0].weight.device_mesh
+
+
+class Grouped(torch.nn.Module):
+    """A weight for each of some experts, used as torchtitan's grouped experts use theirs: locally."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(8, 6, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w = self.w.to_local() if isinstance(self.w, DTensor) else self.w
+        return torch.einsum("ni,eoi->neo", x, w)
+
+
+@ranks(8)
+@pytest.mark.parametrize("gtp_first", [True, False])
+def test_a_weight_on_two_model_parallel_axes_is_cut_further(rank, gtp_first):
+    """Expert and expert tensor parallel axes at once, whole experts over gtp inside them."""
+    axes = ("gtp", "ep", "etp") if gtp_first else ("ep", "gtp", "etp")
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=axes)
+    torch.manual_seed(0)
+    model = Grouped()
+    full = model.w.detach().clone()
+    model.w = torch.nn.Parameter(distribute_tensor(full, mesh["ep", "etp"], [Shard(0), Shard(1)]))
+    ep, etp, gtp = (mesh[name].get_local_rank() for name in ("ep", "etp", "gtp"))
+    parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=0))
+    assert model.w.device_mesh.mesh_dim_names == ("ep", "etp", "gtp")
+    assert model.w.placements == (Shard(0), Shard(1), Shard(0))
+    mine = full.chunk(2)[ep].chunk(2, dim=1)[etp]
+    assert torch.equal(model.w.to_local(), mine.chunk(2)[gtp]) and torch.equal(model.w.full_tensor(), full)
+    x = torch.randn(2, 3, 5)
+    whole = full.clone().requires_grad_()
+    torch.einsum("ni,eoi->neo", x.flatten(0, 1), whole).square().sum().div(2).backward()
+    y = model(x[gtp])
+    assert torch.allclose(y, torch.einsum("ni,eoi->neo", x[gtp], mine))
+    y.square().sum().backward()
+    assert torch.allclose(model.w.grad.full_tensor(), whole.grad, rtol=1e-6, atol=1e-6)

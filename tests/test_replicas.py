@@ -57,9 +57,9 @@ def double(case, num):
 
 RUNS = [
     (dict(dps=2, gtp=2), "sgd"),
-    (dict(dpr=2, gtp=2), "sgd"),
-    (dict(gtp=2, dps=2), "adam"),
     (dict(gtp=2, dpr=2), "adam"),
+    pytest.param(dict(dpr=2, gtp=2), "sgd", marks=pytest.mark.slow),
+    pytest.param(dict(gtp=2, dps=2), "adam", marks=pytest.mark.slow),
     (dict(dps=4, gtp=1), "sgd"),
 ]
 
@@ -102,7 +102,7 @@ def test_sums_where_the_loss_is_divided_already(rank, world_size, kind):
 
 
 @ranks(8)
-@pytest.mark.parametrize("order", [("dpr", "dps", "gtp"), ("gtp", "dps", "dpr")])
+@pytest.mark.parametrize("order", [("gtp", "dps", "dpr"), pytest.param(("dpr", "dps", "gtp"), marks=pytest.mark.slow)])
 def test_shards_and_copies_together(rank, world_size, order):
     mesh, options = replica_mesh(**dict.fromkeys(order, 2))
     case = next(c for c in MODEL_CASES if c.name == "llama")
@@ -119,7 +119,13 @@ def test_shards_and_copies_together(rank, world_size, order):
 
 @ranks(8)
 @pytest.mark.parametrize(
-    "sizes", [dict(dps=2, gtp=2, tp=2), dict(tp=2, gtp=2, dps=2), dict(dpr=2, gtp=2, tp=2)], ids=str
+    "sizes",
+    [
+        dict(dps=2, gtp=2, tp=2),
+        pytest.param(dict(tp=2, gtp=2, dps=2), marks=pytest.mark.slow),
+        pytest.param(dict(dpr=2, gtp=2, tp=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_with_tensor_parallelism(rank, sizes):
     mesh, options = replica_mesh(**sizes)

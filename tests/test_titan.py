@@ -295,13 +295,13 @@ def test_a_dead_rank_takes_the_others_down(cache, tmp_path):
             ["--gtp.tensor_parallel_num_weight_shards=1", "--parallelism.tensor_parallel_degree=2"],
             r"tensor_parallel_num_weight_shards = 1.*tensor_parallel_degree = 2",
         ),
-        (
+        slow(
             2,
             ["--gtp.tensor_parallel_num_weight_shards=3", "--parallelism.tensor_parallel_degree=2"],
             r"tensor_parallel_num_weight_shards = 3.*(divisible|multiple)",
         ),
         slow(2, ["--gtp.tensor_parallel_num_weight_shards=3"], r"does not divide the 2 ranks.*start 3 ranks"),
-        (
+        slow(
             4,
             ["--parallelism.data_parallel_shard_degree=1"],
             r"gtp 2 = 2 leaves idle ranks among the 4 ranks.*degree to 2",
