@@ -31,8 +31,8 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
     """Whether the next backwards of ``model`` bring their gradients to all replicas and into ``.grad``.
 
     While False, gradients are summed over the gtp axis only and kept back, in memory of the size of this rank's shards;
-    where there are no replicas those of sharded weights go into ``.grad`` at once. For accumulation over microbatches: set
-    False before the first and True before the last backward (whose communication then overlaps it), or call
+    where there are no replicas those of sharded weights go into ``.grad`` at once. For accumulation over microbatches:
+    set False before the first and True before the last backward (whose communication then overlaps it), or call
     :func:`finalize_grads` after the last. ``zero_grad()`` does not reach what is kept back; gradients that hooks or
     ``torch.autograd.grad`` ask for are never kept back.
     """
@@ -45,8 +45,8 @@ def refresh(model: nn.Module) -> None:
 
     Needed where ``param_dtype`` differs from the parameters' dtype, between two training forwards of a model that an
     optimizer trains, for writes that leave no trace: foreach and fused kernels called by hand, writes through
-    ``param.data``, collectives on local tensors. Optimizer steps, ``load_state_dict`` and in-place operators on a single
-    parameter are noticed, and forwards without gradients do not rely on it.
+    ``param.data``, collectives on local tensors. Optimizer steps, ``load_state_dict`` and in-place operators on a
+    single parameter are noticed, and forwards without gradients do not rely on it.
     """
     for member in model_members(model):
         if isinstance(member, ShardedWeight):
@@ -90,8 +90,8 @@ class GTPStats:
         num_on_demand_gathers: gathers issued at the use itself.
         num_mispredictions: uses other than the one that the schedule expected.
         num_reductions: reduce-scatters over gtp of sharded weights' gradients.
-        num_replica_reductions: what goes on from there: reduce-scatters over the optimizer shard axis, all-reduces over the
-            axis of copies.
+        num_replica_reductions: what goes on from there: reduce-scatters over the optimizer shard axis, all-reduces over
+            the axis of copies.
         num_small_reductions: coalesced reductions of the gradients of parameters that stay whole.
         num_refreshes: compute shards rewritten.
         gather_bytes: payload gathered.
@@ -177,7 +177,8 @@ class ScheduleTable(list[ScheduleRow]):
 
 
 def schedule_table(model: nn.Module) -> ScheduleTable:
-    """The learned schedule of ``model``: the uses of its last whole step, in order, with where each gather is issued."""
+    """The learned schedule of ``model``: the uses of its last whole step, in order, with where each gather is
+    issued."""
     names = {id(param): clean_fqn(name) for name, param in model.named_parameters()}
     table = ScheduleTable()
     for runtime in model_runtimes(model):

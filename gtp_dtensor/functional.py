@@ -42,7 +42,8 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 def fast_apply(function: type[torch.autograd.Function]) -> Callable:
-    """``function.apply``, past a Python layer that only functorch and compilers need, and that looks at every argument."""
+    """``function.apply``, past a Python layer that only functorch and compilers need, and that looks at every
+    argument."""
     direct = super(torch.autograd.Function, function).apply
     is_compiling, is_transformed = torch.compiler.is_compiling, torch._C._are_functorch_transforms_active
 
@@ -180,8 +181,8 @@ def materialize(module: nn.Module, name: str) -> torch.Tensor:
 
 
 def _cast_inputs(x: torch.Tensor, bias: torch.Tensor | None, weight: ShardedWeight) -> tuple:
-    """(x, bias, the dtype that autocast casts the weight to or None): in the dtype that is computed in, autocast's, else
-    ``param_dtype``'s."""
+    """(x, bias, the dtype that autocast casts the weight to or None): in the dtype that is computed in, autocast's,
+    else ``param_dtype``'s."""
     autocast = None
     dtype = weight.compute_dtype
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
@@ -243,8 +244,8 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_grad(grad_rows: torch.Tensor, x_rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """grad_rows^T x_rows, (out, in). On a GPU it leaves the GEMM's float32 accumulator in ``dtype`` where that is float32:
-    no rounding to 16 bits and no kernel that converts; elsewhere in the dtype of its factors."""
+    """grad_rows^T x_rows, (out, in). On a GPU it leaves the GEMM's float32 accumulator in ``dtype`` where that is
+    float32 (no rounding to 16 bits and no kernel that converts); elsewhere it has the dtype of its factors."""
     if dtype is torch.float32 and x_rows.is_cuda and type(x_rows) is type(grad_rows) is torch.Tensor:
         if x_rows.dtype is grad_rows.dtype and x_rows.dtype in (torch.bfloat16, torch.float16):
             return torch.mm(grad_rows.t(), x_rows, out_dtype=dtype)

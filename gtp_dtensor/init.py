@@ -86,7 +86,8 @@ def logical_init() -> Iterator[None]:
 
     Every rank draws the whole logical tensor with torch's default generator and keeps its part, so with equal seeds
     the logical weights are those of an unsharded run on the same kind of device. Peak extra memory: the largest
-    weight. ``reset_parameters()`` of a sharded module enters this by itself; wrap an ``init_weights`` of your own in it::
+    weight. ``reset_parameters()`` of a sharded module enters this by itself; wrap an ``init_weights`` of your own
+    in it::
 
         model.to_empty(device=device)
         with logical_init():

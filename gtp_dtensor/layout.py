@@ -73,8 +73,8 @@ class RowCut:
 
 
 def new_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """``local`` as a DTensor without a graph. Past ``DTensor.__init__``, which does nothing but costs ten microseconds on
-    a slow host."""
+    """``local`` as a DTensor without a graph. Past ``DTensor.__init__``, which does nothing but costs ten microseconds
+    on a slow host."""
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 

@@ -80,7 +80,8 @@ def use(module: nn.Module, name: str) -> torch.Tensor:
 
 
 def _refresh_flat_weights(module: nn.Module) -> None:
-    """Recurrent modules keep a list of what their attributes were: follow them in, and hold no gathered weight after."""
+    """Recurrent modules keep a list of what their attributes were: follow them in, and hold no gathered weight
+    after."""
     if isinstance(module, nn.RNNBase):
         module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 

@@ -2,9 +2,9 @@
 
 A sharded weight's gradient is reduce-scattered over gtp as soon as it is computed, one step behind the backward. Where
 there are replicas it goes on from there: it is reduce-scattered over the axis that cuts the optimizer's parameters, and
-all-reduced over the axis of copies, each again one step behind the other. While gradients are not to be synchronised, the
-sums over gtp are kept back and take that way with the last microbatch's. The gradients of parameters that stay whole are
-collected and summed by one coalesced all-reduce an axis at the end of the backward.
+all-reduced over the axis of copies, each again one step behind the other. While gradients are not to be synchronised,
+the sums over gtp are kept back and take that way with the last microbatch's. The gradients of parameters that stay
+whole are collected and summed by one coalesced all-reduce an axis at the end of the backward.
 
 Scaling is decided here and nowhere else: over the data axes gradients are averaged (each rank's loss is a mean over
 its own samples), or summed (the loss is already divided by the global number of tokens).
@@ -155,7 +155,8 @@ class Reducer:
             before.add_(rows)
 
     def _go_on(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
-        """``rows`` (num_local_rows, ...), summed over gtp, and what was kept back: start their way over the replicas."""
+        """``rows`` (num_local_rows, ...), summed over gtp, and what was kept back: start their way over the
+        replicas."""
         before = self.kept_back.pop((weight, param), None)
         if before is not None:
             rows = before.add_(rows).to(rows.dtype)
@@ -206,8 +207,8 @@ class Reducer:
     def launch(self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, returned: bool) -> DTensor | None:
         """Reduce ``grad``, the gradient of the gathered weight (TP-local shape, plain or on the tp mesh).
 
-        Accumulates into the ``.grad`` of ``param`` (the leaf that the forward read) and returns None; or, where autograd
-        wants the gradient itself (``returned``), waits and returns it as a DTensor placed like the parameter.
+        Accumulates into the ``.grad`` of ``param`` (the leaf that the forward read) and returns None; or, where
+        autograd wants the gradient itself (``returned``), waits and returns it as a DTensor placed like the parameter.
         """
         if not returned:
             check_grad(param, weight.fqn)

@@ -79,7 +79,8 @@ class Domain:
 
 
 class _DomainTable(dict):
-    """Domains by the ranks of their axes, kept on the root mesh: a mesh that is pickled or copied leaves them behind."""
+    """Domains by the ranks of their axes, kept on the root mesh: a mesh that is pickled or copied leaves them
+    behind."""
 
     def __reduce__(self) -> tuple:
         return (_DomainTable, ())
@@ -351,8 +352,8 @@ class Runtime:
             self._check_peers(smalls, "gradients")
 
     def refresh_copies(self) -> None:
-        """Rewrite every compute shard that is out of date: all in one foreach copy; where parameters are cut over replicas,
-        then a gather for each over that axis, awaited when the weight is used."""
+        """Rewrite every compute shard that is out of date: all in one foreach copy; where parameters are cut over
+        replicas, then a gather for each over that axis, awaited when the weight is used."""
         with plain_ops():
             stale = [weight for weight in self.live_weights() if weight.compute_shard is None]
             pairs = [pair for pair in (weight.refresh() for weight in stale) if pair is not None]
@@ -381,7 +382,8 @@ class Runtime:
             if weight is None:
                 return
             if weight.next_lease is None and (kind is not _BACKWARD or weight.kept_lease is None):
-                # A write that one rank alone made must be noticed before the gather, or it would gather again at the use.
+                # A write that one rank alone made must be noticed before the gather, or it would gather again at the
+                # use.
                 weight.notice_writes()
                 weight.next_lease = self._gather(weight, kind, True)
 

@@ -51,8 +51,8 @@ class Schedule:
         self._most = 2 * capacity
         self._history: list[Use] = []
         self._pointer: int | None = None  # the entry that the newest use repeats
-        # Occurrences of the same use form a chain: the newest one, and for each entry the one before it. Only moving the
-        # pointer needs them, so they lag behind the history until then.
+        # Occurrences of the same use form a chain: the newest one, and for each entry the one before it. Only moving
+        # the pointer needs them, so they lag behind the history until then.
         self._newest: dict[tuple[int, Kind], int] = {}
         self._previous: list[int | None] = []
         self._steps: deque[int] = deque(maxlen=2)  # history lengths at the last two optimizer steps

@@ -42,8 +42,8 @@ class GTPStyle(ParallelStyle):
     """Generalized tensor parallelism as a ``ParallelStyle``: ZeRO-3 on a model-parallel axis, one weight at a time.
 
     ``parallelize_module(model, mesh["gtp"], GTPStyle())`` replaces, in place, every parameter below ``model``. A plan
-    may name modules instead; all styles of one call, and of later calls on the same ``model``, share one schedule, which
-    looks ahead inside that model's forward and its backward.
+    may name modules instead; all styles of one call, and of later calls on the same ``model``, share one schedule,
+    which looks ahead inside that model's forward and its backward.
 
     * a large weight (2-D or more, ``min_numel`` elements or more) by a DTensor whose rows are cut over the axis,
       ``Shard(0)``; it is gathered for each use and its gradient is reduce-scattered;
@@ -59,20 +59,20 @@ class GTPStyle(ParallelStyle):
         config: settings; ``GTPConfig()`` where None.
         modules: which modules' weights are sharded: a predicate ``(fqn, module) -> bool`` or FQN patterns of modules
             (``fnmatch``). None: all. Weights of other modules stay whole.
-        exclude: FQN patterns of weights that stay whole. Names, here and in ``modules``, begin below the module that the
-            style is applied to.
+        exclude: FQN patterns of weights that stay whole. Names, here and in ``modules``, begin below the module that
+            the style is applied to.
         min_numel: weights with fewer elements stay whole.
         replicate_mesh: a 1-D mesh of replicas, ranks beside the gtp axis that read other data and hold the same shards
             (torchtitan's ``dp_replicate``). Gradients are reduced over it too.
-        optimizer_shard_mesh: a 1-D mesh of replicas over which the parameters themselves are cut further (``dp_shard`` x
-            ``cp``), so that each holds a part of the gradient and optimizer state of its shards; once an optimizer step the
-            parts are gathered into the compute shards. Each rank then keeps its compute shards, in ``param_dtype``, beside
-            the parameters.
+        optimizer_shard_mesh: a 1-D mesh of replicas over which the parameters themselves are cut further (``dp_shard``
+            x ``cp``), so that each holds a part of the gradient and optimizer state of its shards; once an optimizer
+            step the parts are gathered into the compute shards. Each rank then keeps its compute shards, in
+            ``param_dtype``, beside the parameters.
         is_expert: not served by this release.
 
     Raises (when applied):
-        ValueError: a mesh that is not 1-D, a pattern that matches nothing, a parameter that is sharded already or lies on
-            a conflicting mesh, a module whose computation cannot be served. Nothing has been changed then.
+        ValueError: a mesh that is not 1-D, a pattern that matches nothing, a parameter that is sharded already or lies
+            on a conflicting mesh, a module whose computation cannot be served. Nothing has been changed then.
     """
 
     def __init__(

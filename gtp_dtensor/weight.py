@@ -3,11 +3,11 @@
 [Note: vocabulary]
     logical weight   the whole, unpadded weight: what a checkpoint, an init function, a norm and a user see
     shard            this rank's rows of it along the gtp axis
-    stored rows      what the registered parameter, a DTensor, always, holds of the shard: all of it, or where an optimizer
-                     shard axis cuts it further, this replica's part
+    stored rows      what the registered parameter, a DTensor, always, holds of the shard: all of it, or where an
+                     optimizer shard axis cuts it further, this replica's part
     compute shard    what is gathered: the stored rows themselves where they are the whole shard in the right dtype and
-                     length, else a copy in ``param_dtype``, zero-padded to the length that all ranks send; rewritten once
-                     an optimizer step
+                     length, else a copy in ``param_dtype``, zero-padded to the length that all ranks send; rewritten
+                     once an optimizer step
     gathered weight  the TP-local weight that a GEMM reads
     use              one consumption of a weight (see schedule.py)
     lease            one gathered weight in memory. A use takes exactly one lease, nobody overwrites a live one, and
@@ -180,7 +180,8 @@ class ShardedWeight:
         self._piece: torch.Tensor | None = None  # what this replica contributes to it
         self._pieces: Transfer | None = None  # a gather of all replicas' pieces, in flight
         self._copy: torch.Tensor | None = None  # memory of the compute shard, where it is not the shard itself
-        # What this rank sends, (cut.padded, ...) in compute dtype: the shard, or its copy; None while it is out of date.
+        # What this rank sends, (cut.padded, ...) in compute dtype: the shard, or its copy; None while it is out of
+        # date.
         self.compute_shard: torch.Tensor | None = None
         self._remember_versions()
 
@@ -269,8 +270,8 @@ class ShardedWeight:
         return self._copy is not None
 
     def refresh(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Set :attr:`compute_shard`. Returns the (destination, source) that the caller has to copy, or None where nothing
-        has to be; :meth:`collect_pieces` follows."""
+        """Set :attr:`compute_shard`. Returns the (destination, source) that the caller has to copy, or None where
+        nothing has to be; :meth:`collect_pieces` follows."""
         local = self.param._local_tensor
         dtype = self.compute_dtype
         is_whole = self.replica_cut is None

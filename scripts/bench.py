@@ -7,8 +7,9 @@
     torchrun --nproc_per_node 2 scripts/bench.py --mode cpu --layers 2 --dim 256 --ffn 688 --heads 8 --kv-heads 4
 
 The model is a stack of Llama blocks (default: 12 with the shape of Llama 3 8B), forward and backward, on random data.
-Peers: no sharding, FSDP2 with one group a block, FSDP2 with one group a linear. In the fake world no bytes move, so that
-mode tells host time, memory and the schedule, not communication; ranks that share a GPU tell correctness and host time.
+Peers: no sharding, FSDP2 with one group a block, FSDP2 with one group a linear. In the fake world no bytes move, so
+that mode tells host time, memory and the schedule, not communication; ranks that share a GPU tell correctness and host
+time.
 
 "step" is the time of forward and backward with the device waited for; "host" is the time until both are enqueued, at a
 size so small that the device never makes the host wait; both are medians. "us/use" is what a use of a weight costs the

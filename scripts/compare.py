@@ -7,8 +7,8 @@ An arrangement is `single`, `fsdpN`, or a product of axes with degrees, such as 
 (dp_replicate), `dps` (dp_shard), `pp` (`pp2`: 1F1B, `pp2i`: interleaved 1F1B, `pp2z`: interleaved zero bubble, `pp2v`:
 V-shaped zero bubble), `cp`, `tp`, `gtp`, `ep`, `etp`, `egtp`. Every arrangement trains the same weights on the same
 global batches, without warm-up and at a constant learning rate, each as a torchrun of its own. Other options are handed
-to torchtitan (`--training.seq_len 64`). Compared with the first arrangement are loss and gradient norm of every step and,
-of the first step, the whole gradient of every parameter.
+to torchtitan (`--training.seq_len 64`). Compared with the first arrangement are loss and gradient norm of every step
+and, of the first step, the whole gradient of every parameter.
 
 Exit status: 0 where all agree with the first arrangement within the tolerance, 1 where one does not, 2 where a run
 failed or the arguments are wrong.

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Loss curves of one TOML in several parallel arrangements and seeds, in one picture.
 
-    python scripts/curves.py train_configs/llama3_20m.toml --steps 400 --runs single,fsdp4,gtp4,single@7 --png curves.png
+    python scripts/curves.py train_configs/llama3_20m.toml --steps 400 --runs single,fsdp4,gtp4,single@7 --png
+    curves.png
 
-A run is an arrangement of compare.py, with `@SEED` for other initial weights and another order of the data than the TOML's
-seed gives. The final loss is the mean over the last 20 steps. Those of the first run's seed have to agree with the first
-run's at least as well as the runs of other seeds do: otherwise the exit status is 1. Curves are kept beside the picture in a
-JSON file; a later call with the same TOML and options takes from it what is there. Other options are compare.py's.
+A run is an arrangement of compare.py, with `@SEED` for other initial weights and another order of the data than the
+TOML's seed gives. The final loss is the mean over the last 20 steps. Those of the first run's seed have to agree with
+the first run's at least as well as the runs of other seeds do: otherwise the exit status is 1. Curves are kept beside
+the picture in a JSON file; a later call with the same TOML and options takes from it what is there. Other options are
+compare.py's.
 """
 
 from __future__ import annotations

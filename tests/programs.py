@@ -120,8 +120,8 @@ class Program:
         foreach: the optimizer steps by foreach kernels, which leave no trace in a tensor's version counter.
         cast_input: the input reaches the sharded model in the dtype it computes in, else in float32.
         seed: of weights and data.
-        replicas: "dps" or "dpr": half of the ranks are replicas of the other half, over which parameters are cut further,
-            or copies.
+        replicas: "dps" or "dpr": half of the ranks are replicas of the other half, over which parameters are cut
+            further, or copies.
         syncs_last_only: replicas are reached with the last microbatch of a step only.
     """
 

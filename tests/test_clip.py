@@ -163,7 +163,8 @@ def test_collectives_do_not_depend_on_gradients(rank):
     layouts = layouts_on_four()
     mine, _ = mix(layouts)
     seen = collectives(lambda: clip_grad_norm_(mine, 1.0))
-    # The grid's ranks are also the line's, so one gather of the line serves both; one of "gtp" for what lies on it alone.
+    # The grid's ranks are also the line's, so one gather of the line serves both; one of "gtp" for what lies on it
+    # alone.
     assert [(op, len(group)) for op, group, _ in seen] == [("all_gather", 4), ("all_gather", 2)]
     if rank == 1:
         for one in mine:

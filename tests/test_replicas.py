@@ -384,7 +384,8 @@ def _bytes(model, optimizer):
 @ranks(4)
 @pytest.mark.parametrize("dps", [1, 2, 4])
 def test_memory_falls_with_the_number_of_shards(rank, dps):
-    """Parameters, gradients and Adam's moments: 16 bytes an element over (gtp x dps), and bf16 compute shards over gtp."""
+    """Parameters, gradients and Adam's moments: 16 bytes an element over (gtp x dps), and bf16 compute shards over
+    gtp."""
     sizes = dict(dps=dps, gtp=4 // dps)
     mesh, options = replica_mesh(**sizes)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
@@ -416,7 +417,8 @@ def test_bad_meshes_are_refused(rank):
 
 @ranks(4)
 def test_initialisation_and_checked_states(rank, world_size):
-    """Whatever asks where in the weight this rank's stored rows lie: the padding row, and the check of compute shards."""
+    """Whatever asks where in the weight this rank's stored rows lie: the padding row, and the check of compute
+    shards."""
     mesh, options = replica_mesh(dps=2, gtp=2)
 
     def build():

@@ -1,8 +1,9 @@
-"""Programs that a recorded order of weights gets wrong in other implementations: pipelines' interleaved chunks, frozen and
-skipped layers, towers that come and go, replayed blocks. Weights that lie beside each other have different values.
+"""Programs that a recorded order of weights gets wrong in other implementations: pipelines' interleaved chunks, frozen
+and skipped layers, towers that come and go, replayed blocks. Weights that lie beside each other have different values.
 
-Each program shows, against the whole model and bit for bit: no use of a wrong weight, no lost gradient; and by two counts,
-that of ``stats`` and that of the collectives that were really launched: as many gathers as uses once the order is known.
+Each program shows, against the whole model and bit for bit: no use of a wrong weight, no lost gradient; and by two
+counts, that of ``stats`` and that of the collectives that were really launched: as many gathers as uses once the order
+is known.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Tensor parallelism below gtp, in detail: every style, uneven rows, biases, losses, vocabularies, scaling, either order."""
+"""Tensor parallelism below gtp, in detail: every style, uneven rows, biases, losses, vocabularies, scaling, either
+order."""
 
 from __future__ import annotations
 
@@ -145,7 +146,8 @@ def test_bias_of_a_row_parallel_linear_counts_once(order, output):
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per_token"])
 def test_sequence_parallel_norms_in_both_modes(order, per_token):
-    """Each tp rank sees a part of the sequence: gradients of norms and of row-parallel biases are sums over tp, once."""
+    """Each tp rank sees a part of the sequence: gradients of norms and of row-parallel biases are sums over tp,
+    once."""
 
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -15,7 +15,8 @@ from tests.titan_runs import DEBUG_TOML, SMALL, gradients, metrics, probes, trai
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """Options that share the trained tokenizer and the tokens between the jobs of this module, and a first job's folder."""
+    """Options that share the trained tokenizer and the tokens between the jobs of this module, and a first job's
+    folder."""
     folder = tmp_path_factory.mktemp("titan")
     options = [
         *SMALL,

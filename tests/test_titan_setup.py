@@ -1,4 +1,5 @@
-"""What a torchtitan job decides and refuses before it trains: axes, products, stages, heads. One process, no training."""
+"""What a torchtitan job decides and refuses before it trains: axes, products, stages, heads. One process, no
+training."""
 
 import itertools
 import math
@@ -40,7 +41,8 @@ def rank_of_64(request):
 
 @pytest.mark.parametrize("rank_of_64", [0, 27, 63], indirect=True)
 def test_every_axis_has_its_ranks(rank_of_64):
-    """Slowest to fastest: pp, dp_replicate, then torchtitan's fsdp axis (dp_shard, cp), of which gtp is the inside, tp."""
+    """Slowest to fastest: pp, dp_replicate, then torchtitan's fsdp axis (dp_shard, cp), of which gtp is the inside,
+    tp."""
     built = dims(64, **SIZES)
     coordinates = list(itertools.product(range(2), range(2), range(4), range(2), range(2)))  # pp, dpr, outer, gtp, tp
     mine = coordinates[rank_of_64]

@@ -1,8 +1,8 @@
 """Imported by every rank of a training job (``--experimental.custom_import=tests.titan_probe``).
 
 At the end of the training each rank writes ``probe_{rank}.json`` into the dump folder: its process groups with their
-time-outs, and gtp_dtensor's counters summed over its model parts. With ``PROBE_NAN_STEP`` set, rank 1 spoils one element
-of a gradient in that step, and every rank compares its state before and after it.
+time-outs, and gtp_dtensor's counters summed over its model parts. With ``PROBE_NAN_STEP`` set, rank 1 spoils one
+element of a gradient in that step, and every rank compares its state before and after it.
 """
 
 from __future__ import annotations

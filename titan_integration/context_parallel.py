@@ -62,9 +62,9 @@ def check_context_parallel(job_config, attn_type: str, on_cpu: bool) -> None:
 class GatherKVAttention(nn.Module):
     """Causal attention of this rank's queries on the keys and values of the whole sequence.
 
-    torch's context parallelism knows only CUDA's attention kernels. Inputs are (batch, heads, this rank's positions, head
-    dim); keys and values, whose number of heads may be smaller, are gathered over the axis, and their gradients are
-    reduce-scattered.
+    torch's context parallelism knows only CUDA's attention kernels. Inputs are (batch, heads, this rank's positions,
+    head dim); keys and values, whose number of heads may be smaller, are gathered over the axis, and their gradients
+    are reduce-scattered.
 
     Args:
         cp_mesh: the 1-D mesh `cp`.

@@ -33,9 +33,9 @@ class GTPParallelDims(ParallelDims):
     tokens per second, validation) counts it. `dp_shard` given to the constructor excludes `gtp`; -1 means whatever
     ranks are left; after construction the attribute includes it.
 
-    torchtitan's fsdp axis (dp_shard x cp, cp inside) is cut in two: its innermost ranks are `gtp`; what is left of it is
-    `optimizer_shard`, of dp_shard x cp ranks, which cuts the optimizer's parameters further. So where cp > 1, gtp peers
-    share sequences before they share the batch: whichever it is, they hold different tokens.
+    torchtitan's fsdp axis (dp_shard x cp, cp inside) is cut in two: its innermost ranks are `gtp`; what is left of it
+    is `optimizer_shard`, of dp_shard x cp ranks, which cuts the optimizer's parameters further. So where cp > 1, gtp
+    peers share sequences before they share the batch: whichever it is, they hold different tokens.
 
     Attributes:
         gtp: ranks that share a TP slice of each weight.

@@ -1,10 +1,10 @@
 """Global gradient norm, clipping and zero counts, each logical element counted once.
 
 [Note: each element once]
-    Parameters may lie on several meshes. Of a gradient every rank takes its local shard; where an axis holds copies, only
-    the first rank of the axis does. Sums over all axes of a mesh then count each element once. Meshes of the same ranks
-    share these sums, and so do axes of the same ranks in different meshes. Which collectives are issued depends on the
-    parameters alone, never on which of them have a gradient: so all ranks issue the same ones.
+    Parameters may lie on several meshes. Of a gradient every rank takes its local shard; where an axis holds copies,
+    only the first rank of the axis does. Sums over all axes of a mesh then count each element once. Meshes of the same
+    ranks share these sums, and so do axes of the same ranks in different meshes. Which collectives are issued depends
+    on the parameters alone, never on which of them have a gradient: so all ranks issue the same ones.
 
 [Note: the last bit]
     Values of ranks are gathered and summed in the order of the axis, never reduced on the way: a reduction may add in
@@ -197,28 +197,29 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that their global norm is at most ``max_norm``; returns the norm before scaling.
 
-    Parameters may be plain tensors and DTensors on any meshes. The norm is that of all logical gradients together, equal
-    to the last bit on all ranks: shards are summed over the axes that cut them, replicas are counted once, padding never.
-    A plain tensor, and a DTensor on a mesh of fewer ranks than others, is taken to have equal copies on all other ranks
-    that ``groups`` does not name. Collective over the meshes and ``groups``; one gather of a few bytes for each of their
-    axes larger than 1, none of which makes the host wait on a GPU.
+    Parameters may be plain tensors and DTensors on any meshes. The norm is that of all logical gradients together,
+    equal to the last bit on all ranks: shards are summed over the axes that cut them, replicas are counted once,
+    padding never. A plain tensor, and a DTensor on a mesh of fewer ranks than others, is taken to have equal copies on
+    all other ranks that ``groups`` does not name. Collective over the meshes and ``groups``; one gather of a few bytes
+    for each of their axes larger than 1, none of which makes the host wait on a GPU.
 
     Args:
         parameters: parameters (or one), those without a gradient are passed over. Every rank of their meshes calls with
             its own, in one order.
         max_norm: the bound; ``float("inf")`` only measures.
         norm_type: p of the p-norm, ``float("inf")`` for the largest magnitude.
-        error_if_nonfinite: raise where the norm is not finite (the host waits for the norm). Otherwise a norm that is not
-            finite makes gradients NaN, as torch's function does, unless ``max_norm`` is infinite.
-        groups: further process groups over whose ranks other parameters of the same model live: pipeline stages. Several
-            of them have to form a grid. All their ranks call, those without parameters too.
+        error_if_nonfinite: raise where the norm is not finite (the host waits for the norm). Otherwise a norm that is
+            not finite makes gradients NaN, as torch's function does, unless ``max_norm`` is infinite.
+        groups: further process groups over whose ranks other parameters of the same model live: pipeline stages.
+            Several of them have to form a grid. All their ranks call, those without parameters too.
 
     Returns:
         A 0-dim tensor on the parameters' device, float32; float64 where one of this rank's parameters is.
 
     Raises:
         ValueError: a gradient is a DTensor with a pending (Partial) sum or on another mesh than its parameter; a group
-            does not contain this rank, or shares others with a mesh; ``norm_type`` is not positive; ``max_norm`` negative.
+            does not contain this rank, or shares others with a mesh; ``norm_type`` is not positive; ``max_norm``
+            negative.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; on all ranks alike.
     """
     caller = "clip_grad_norm_"

@@ -69,8 +69,8 @@ class Transfer:
         self._sum = None
 
     def __del__(self) -> None:
-        # A transfer that nobody waited for dies with its model: a GPU's stream has to be told before the memory is reused; a
-        # CPU's collective holds its own tensors.
+        # A transfer that nobody waited for dies with its model: a GPU's stream has to be told before the memory is
+        # reused; a CPU's collective holds its own tensors.
         if not self._is_done and self._home is not None:
             self._work.wait()
 
