@@ -9,6 +9,8 @@ import torch
 from torch.autograd import _profiler_enabled
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .schedule import Kind
+
 _NOTHING = contextlib.nullcontext()
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
@@ -36,17 +38,16 @@ def _leave_modes() -> Iterator[None]:
         yield
 
 
-def runs_bare() -> bool:
-    """Whether there is neither a mode to leave nor a profiler to tell: operators may run without :func:`named_ops`."""
-    return not (
-        torch.is_grad_enabled() or _num_dispatch_modes() or _profiler_enabled() or torch.is_inference_mode_enabled()
-    )
+def own_ops(fqn: str, what: str, kind: Kind | None = None) -> contextlib.AbstractContextManager:
+    """:func:`plain_ops`, as a range ``gtp::[kind] what fqn`` in the trace of a running profiler."""
+    if not _profiler_enabled():
+        return plain_ops()
+    return _traced(f"gtp::{what} {fqn}" if kind is None else f"gtp::{kind.name.lower()} {what} {fqn}")
 
 
 @contextlib.contextmanager
-def named_ops(what: str, fqn: str) -> Iterator[None]:
-    """:func:`plain_ops`, as a range ``gtp::what fqn`` in the trace of a running profiler."""
-    with plain_ops(), torch.profiler.record_function(f"gtp::{what} {fqn}") if _profiler_enabled() else _NOTHING:
+def _traced(name: str) -> Iterator[None]:
+    with plain_ops(), torch.profiler.record_function(name):
         yield
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +24,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .layout import new_dtensor
-from .modes import named_ops, plain_ops, runs_bare
+from .modes import own_ops, plain_ops
 from .transport import Transfer
 
 if TYPE_CHECKING:
@@ -92,6 +93,37 @@ class PendingReduction:
         self._transfer.release()
 
 
+class Stage:
+    """Reductions in flight over one axis, oldest first.
+
+    Args:
+        proceed: is given (weight, param, rows) of each that is received.
+    """
+
+    def __init__(self, proceed: Callable[[ShardedWeight, nn.Parameter, torch.Tensor], None]) -> None:
+        self._proceed = proceed
+        self._in_flight: deque[PendingReduction] = deque()
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    def add(self, reduction: PendingReduction) -> None:
+        """One more, just started."""
+        self._in_flight.append(reduction)
+
+    def receive(self, most: int = 0) -> None:
+        """Receive the oldest ones until at most ``most`` are in flight."""
+        while len(self._in_flight) > most:
+            reduction = self._in_flight.popleft()
+            self._proceed(reduction.weight, reduction.param, reduction.receive())
+            reduction.release()
+
+    def drop(self) -> None:
+        """Wait for all, and let go of what they brought."""
+        while self._in_flight:
+            self._in_flight.popleft().release()
+
+
 # (local gradient so far, whether its sum over tp is still owed)
 SmallGrad = tuple[torch.Tensor, bool]
 
@@ -104,13 +136,13 @@ class Reducer:
         self._runtime = runtime
         self._over_shards = domain.shard_transport
         self._over_copies = domain.replicate_transport
-        self._has_replicas = self._over_shards is not None or self._over_copies is not None
         num_data_ranks = math.prod(transport.size for transport in domain.transports)
         self._scale = 1.0 if runtime.config.calculate_per_token_loss else 1.0 / num_data_ranks
         self._most_pending = runtime.config.graph_wgrad_ring_size - 1
-        self.pending: deque[PendingReduction] = deque()  # over gtp
-        self._to_shards: deque[PendingReduction] = deque()  # over the optimizer shard axis
-        self._to_copies: deque[PendingReduction] = deque()  # over the axis of copies
+        has_replicas = self._over_shards is not None or self._over_copies is not None
+        self.pending = Stage(self._to_replicas if has_replicas else self._accumulate)  # over gtp
+        self._to_shards = Stage(self._accumulate if self._over_copies is None else self._start_over_copies)
+        self._to_copies = Stage(self._accumulate)
         self.kept_back: dict[tuple[ShardedWeight, nn.Parameter], torch.Tensor] = {}  # summed over gtp only
         self.small: dict[tuple[SmallParam, nn.Parameter], SmallGrad] = {}  # of this backward
         self.small_kept_back: dict[tuple[SmallParam, nn.Parameter], SmallGrad] = {}  # of earlier ones
@@ -125,25 +157,16 @@ class Reducer:
 
     def make_room(self) -> None:
         """Before another unsharded gradient is allocated: receive the oldest ones in flight."""
-        while len(self.pending) > self._most_pending:
-            self._receive_oldest()
-
-    def _receive_oldest(self) -> None:
-        if runs_bare():
-            self._receive()
-        else:
+        if len(self.pending) > self._most_pending:
             with plain_ops():
-                self._receive()
+                self.pending.receive(self._most_pending)
 
-    def _receive(self) -> None:
-        reduction = self.pending.popleft()
-        if not self._has_replicas:
-            accumulate(reduction.param, reduction.receive(), self._scale)
-        elif self._runtime.syncs_gradients:
-            self._go_on(reduction.weight, reduction.param, reduction.receive())
-        else:
-            self._keep_back(reduction.weight, reduction.param, reduction.receive())
-        reduction.release()
+    def _accumulate(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
+        accumulate(param, rows, self._scale)
+
+    def _to_replicas(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
+        proceed = self._go_on if self._runtime.syncs_gradients else self._keep_back
+        proceed(weight, param, rows)
 
     def _keep_back(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
         key = (weight, param)
@@ -163,9 +186,8 @@ class Reducer:
         if self._over_shards is None:
             self._start_over_copies(weight, param, rows)
             return
-        while len(self._to_shards) > self._most_pending:
-            self._receive_from_shards()
-        self._to_shards.append(self._over_shard_axis(weight, param, rows))
+        self._to_shards.receive(self._most_pending)
+        self._to_shards.add(self._over_shard_axis(weight, param, rows))
 
     def _over_shard_axis(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> PendingReduction:
         cut = weight.replica_cut
@@ -174,25 +196,11 @@ class Reducer:
         transfer = self._over_shards.reduce_scatter(out, cut.pack(rows))
         return PendingReduction(weight, param, out, weight.num_stored_rows, transfer)
 
-    def _receive_from_shards(self) -> None:
-        reduction = self._to_shards.popleft()
-        if self._over_copies is None:
-            accumulate(reduction.param, reduction.receive(), self._scale)
-        else:
-            self._start_over_copies(reduction.weight, reduction.param, reduction.receive())
-        reduction.release()
-
     def _start_over_copies(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
-        while len(self._to_copies) > self._most_pending:
-            self._receive_from_copies()
+        self._to_copies.receive(self._most_pending)
         weight.counters.num_replica_reductions += 1
         transfer = self._over_copies.start_all_reduce(rows)
-        self._to_copies.append(PendingReduction(weight, param, rows, rows.shape[0], transfer))
-
-    def _receive_from_copies(self) -> None:
-        reduction = self._to_copies.popleft()
-        accumulate(reduction.param, reduction.receive(), self._scale)
-        reduction.release()
+        self._to_copies.add(PendingReduction(weight, param, rows, rows.shape[0], transfer))
 
     def _over_replicas_now(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
         """``rows``, summed over gtp, summed over all replicas too: this rank's stored rows."""
@@ -213,20 +221,18 @@ class Reducer:
         if not returned:
             check_grad(param, weight.fqn)
         self.make_room()
-        if runs_bare():
+        with own_ops(weight.fqn, "reduce"):
             reduction = self._start(weight, param, grad)
-        else:
-            with named_ops("reduce", weight.fqn):
-                reduction = self._start(weight, param, grad)
         if returned:
             with plain_ops():
                 rows = self._over_replicas_now(weight, param, reduction.receive())
                 local = scaled(rows, param.dtype, self._scale)
             reduction.release()
             return new_dtensor(local, param._spec)
-        self.pending.append(reduction)
+        self.pending.add(reduction)
         if not self._runtime.config.async_reduction:
-            self._receive_oldest()
+            with plain_ops():
+                self.pending.receive()
         return None
 
     def _start(self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor) -> PendingReduction:
@@ -303,9 +309,8 @@ class Reducer:
         """Wait for and accumulate everything. Nothing is pending afterwards, also if it raises; without
         ``syncs_gradients`` gradients are kept back instead."""
         try:
-            while self.pending:
-                self._receive_oldest()
             with plain_ops():
+                self.pending.receive()
                 self._merge_small()
                 if syncs_gradients:
                     self._bring_out()
@@ -325,10 +330,8 @@ class Reducer:
         for weight, param in sorted(self.kept_back, key=lambda key: key[0].serial):
             rows = self.kept_back.pop((weight, param))
             self._go_on(weight, param, rows.to(weight.reduce_dtype))
-        while self._to_shards:
-            self._receive_from_shards()
-        while self._to_copies:
-            self._receive_from_copies()
+        self._to_shards.receive()
+        self._to_copies.receive()
         if self.small_kept_back:
             self._reduce_small()
 
@@ -343,9 +346,8 @@ class Reducer:
                 "GTP: a backward raised; gradients kept back from the replicas, those of earlier microbatches included, are "
                 "dropped with it: repeat the step"
             )
-        for queue in (self.pending, self._to_shards, self._to_copies):
-            while queue:
-                queue.popleft().release()
+        for stage in (self.pending, self._to_shards, self._to_copies):
+            stage.drop()
         self.small, self.kept_back, self.small_kept_back = {}, {}, {}
 
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .config import GTPConfig
 from .modes import in_backward, plain_ops
 from .reduce import Reducer
-from .schedule import Kind, Schedule
+from .schedule import IN_BACKWARD, Kind, Schedule
 from .small import SmallParam
 from .transport import CollectiveTransport
 from .weight import Lease, ShardedWeight
@@ -199,8 +199,7 @@ class Runtime:
         if self._depth == 0:
             for weight in self.live_weights():
                 lease = weight.next_lease
-                is_for_backward = lease is not None and (lease.kind is _BACKWARD or lease.kind is _RECOMPUTE)
-                if lease is not None and not (is_for_backward and torch.is_grad_enabled()):
+                if lease is not None and not (lease.kind in IN_BACKWARD and torch.is_grad_enabled()):
                     self.drop(lease)
 
     def distrust_copies(self) -> None:
@@ -217,8 +216,9 @@ class Runtime:
     def enter(self) -> None:
         """To be called before anything else at each use and each gradient: notices backwards that begin or died."""
         task = torch._C._current_graph_task_id()
-        known = self._backwards.get(task)
-        if known() is not None if known is not None else task == -1 and not self._backwards:
+        if task == -1 and not self._backwards:
+            return
+        if task in self._backwards and self._backwards[task]() is not None:
             return
         dead = [known for known, end in self._backwards.items() if end() is None]
         for known in dead:
@@ -277,7 +277,7 @@ class Runtime:
         weight.notice_writes()
         if num_writes is not None and num_writes != weight.num_writes:
             weight.refuse_changed()
-        looks_ahead = self._depth > 0 or kind is _BACKWARD or kind is _RECOMPUTE
+        looks_ahead = self._depth > 0 or kind in IN_BACKWARD
         if not looks_ahead:
             weight.distrust_copy()
         lease = self._take(weight, kind)
@@ -367,17 +367,18 @@ class Runtime:
     # ---- looking ahead
 
     def _prefetch(self, current: Kind) -> None:
-        is_backward = current is _BACKWARD or current is _RECOMPUTE
+        is_backward = current in IN_BACKWARD
         for ahead in range(self.config.look_ahead):
             use = self.schedule.peek(ahead)
             if use is None:
                 return
             index, kind, starts_pass = use
-            # What the next pass reads; but the backward after this forward may find its first weight gathered.
-            if starts_pass and (is_backward or (kind is not _BACKWARD and kind is not _RECOMPUTE)):
-                return
-            if is_backward and kind is not _BACKWARD and kind is not _RECOMPUTE:
-                return  # beyond the end of this backward lies the user's code, perhaps an optimizer step
+            if kind in IN_BACKWARD:
+                # What the next backward reads; but the one after this forward may find its first weight gathered.
+                if starts_pass and is_backward:
+                    return
+            elif starts_pass or is_backward:
+                return  # beyond the end of this pass lies the user's code, perhaps an optimizer step
             weight = self.weights[index]()
             if weight is None:
                 return

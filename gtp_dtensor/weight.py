@@ -33,7 +33,7 @@ import torch.nn as nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from .layout import RowCut, TPLayout
-from .modes import named_ops, plain_ops, runs_bare
+from .modes import own_ops
 from .schedule import Kind
 from .transport import Transfer
 
@@ -302,11 +302,8 @@ class ShardedWeight:
             rows = self._copy[: cut.num_rows]
         else:
             rows = piece.new_empty((cut.buffer_rows, *piece.shape[1:]))
-        if runs_bare():
+        with own_ops(self.fqn, "refresh gather"):
             self._pieces = self.runtime.domain.shard_transport.all_gather(rows, piece)
-        else:
-            with named_ops("refresh gather", self.fqn):
-                self._pieces = self.runtime.domain.shard_transport.all_gather(rows, piece)
 
     def _await_pieces(self) -> None:
         """The compute shard is complete when what the current stream does next begins."""
@@ -336,17 +333,10 @@ class ShardedWeight:
 
     def gather(self, kind: Kind, prefetched: bool) -> Lease:
         """Issue a gather of the (fresh) compute shard."""
-        if self._pieces is not None:
-            with plain_ops():
-                self._await_pieces()
-        shard = self.compute_shard
-        transport = self.runtime.transport
-        if runs_bare():
+        with own_ops(self.fqn, "gather", kind):
+            self._await_pieces()
+            shard = self.compute_shard
             buffer = shard.new_empty(self.buffer_shape)
-            transfer = transport.all_gather(buffer, shard)
-        else:
-            with named_ops(f"{kind.name.lower()} gather", self.fqn):
-                buffer = shard.new_empty(self.buffer_shape)
-                transfer = transport.all_gather(buffer, shard)
+            transfer = self.runtime.transport.all_gather(buffer, shard)
         self.counters.gather_bytes += self.gathered_bytes
         return Lease(self, kind, buffer, transfer, prefetched)

@@ -208,6 +208,15 @@ class ModelCase:
             return torch.randint(self.vocab, (num_samples, *self.shape), generator=generator)
         return torch.randn(num_samples, *self.shape, generator=generator)
 
+    def in_float64(self, num_samples: int) -> tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]:
+        """(builder of the model, step number -> batch), both in float64: shows what float32 rounding would hide."""
+
+        def batch(step: int) -> torch.Tensor:
+            inputs = self.batch(num_samples, seed=step)
+            return inputs if self.vocab is not None else inputs.double()
+
+        return lambda: self.build().double(), batch
+
     def __str__(self) -> str:
         return self.name
 

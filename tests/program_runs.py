@@ -27,7 +27,7 @@ from tests.programs import (
     Model,
     Program,
 )
-from tests.reference import assert_equal_to_reference, full_gradients, full_parameters, local_slice
+from tests.reference import assert_equal_to_reference, full_gradients, full_parameters, local_slice, replica_options
 
 # A weight that is used more often than this in a step may be mispredicted for ever: the schedule looks back only so
 # far, and long runs of one weight look alike everywhere.
@@ -202,8 +202,7 @@ class ShardedRun(Run):
         rank, num_peers, options = mesh.get_local_rank(), mesh.size(), {}
         if program.replicas:
             grid = init_device_mesh("cpu", (2, num_peers // 2), mesh_dim_names=(program.replicas, "gtp"))
-            option = {"dps": "optimizer_shard_mesh", "dpr": "replicate_mesh"}[program.replicas]
-            mesh, options = grid["gtp"], {option: grid[program.replicas]}
+            mesh, options = grid["gtp"], replica_options(grid)
         style = GTPStyle(program.gtp_config(), min_numel=program.min_numel, **options)
         parallelize_module(model, mesh, style)
         super().__init__(program, model, rank, num_peers, num_peers * SAMPLES_PER_RANK)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gtp_dtensor import set_requires_gradient_sync
@@ -39,6 +40,12 @@ def build_pair(
     for (name, one), other in zip(first.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(one, other), f"{name}: the builder does not draw the same weights from the same seed"
     return first, second
+
+
+def replica_options(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
+    """What GTPStyle is told of the axes "dps" (optimizer shards) and "dpr" (copies) of ``mesh``, those it has."""
+    options = {"dps": "optimizer_shard_mesh", "dpr": "replicate_mesh"}
+    return {option: mesh[axis] for axis, option in options.items() if axis in mesh.mesh_dim_names}
 
 
 def local_slice(batch: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:

@@ -12,7 +12,14 @@ from gtp_dtensor.transport.collective import CollectiveTransport, Transfer
 from gtp_dtensor.weight import Lease
 from tests.harness import ranks
 from tests.models import MLP, MODEL_CASES, TinyLlama
-from tests.reference import build_pair, full_parameters, local_slice, mean_square, train_beside_reference
+from tests.reference import (
+    build_pair,
+    full_parameters,
+    local_slice,
+    mean_square,
+    replica_options,
+    train_beside_reference,
+)
 from tests.test_parity import _llama_tp_plan
 
 on_gpu = ranks(4, device="cuda", timeout=120, group_timeout=60)
@@ -53,8 +60,7 @@ def meshes(replicas):
     if replicas is None:
         return init_device_mesh("cuda", (4,), mesh_dim_names=("gtp",)), {}
     mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=(replicas, "gtp"))
-    option = {"dps": "optimizer_shard_mesh", "dpr": "replicate_mesh"}[replicas]
-    return mesh["gtp"], {option: mesh[replicas]}
+    return mesh["gtp"], replica_options(mesh)
 
 
 @on_gpu
@@ -73,6 +79,8 @@ def test_llama_with_replicas(rank, world_size, device, replicas):
         rtol=RTOL,
         syncs_last_only=True,
     )
+    s = stats(model)
+    assert s.num_replica_reductions > 0 and s.num_pending == 0 and s.live_lease_bytes == 0
 
 
 @on_gpu
@@ -91,6 +99,9 @@ def test_llama_with_tensor_and_sequence_parallel(device, order):
         num_microbatches=2,
         rtol=RTOL,
     )
+    assert all(param.device_mesh.mesh_dim_names == ("tp", "gtp") for param in model.parameters())
+    s = stats(model)
+    assert s.num_sharded_weights > 0 and s.num_pending == 0 and s.live_lease_bytes == 0
 
 
 @on_gpu

@@ -33,13 +33,7 @@ EXACT = 1e-12  # relative, in float64: shows a wrong formula that float32 roundi
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("case", MODEL_CASES, ids=str)
 def test_every_kind_of_module(mesh, rank, world_size, case, optimizer):
-    def build():
-        return case.build().double()
-
-    def batch(step):
-        inputs = case.batch(4 * world_size, seed=step)
-        return inputs if case.vocab is not None else inputs.double()
-
+    build, batch = case.in_float64(4 * world_size)
     model, reference = build_pair(build)
     parallelize_module(model, mesh, GTPStyle(min_numel=30))
     assert stats(model).num_sharded_weights > 0

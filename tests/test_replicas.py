@@ -26,6 +26,7 @@ from tests.reference import (
     full_parameters,
     local_slice,
     mean_square,
+    replica_options,
     train_beside_reference,
 )
 from tests.test_parity import _llama_tp_plan
@@ -36,23 +37,7 @@ EXACT = 1e-12  # relative, in float64
 def replica_mesh(**sizes):
     """A mesh with these axes, and what of it a style is given: (gtp mesh, keyword arguments)."""
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    options = {}
-    if "dps" in sizes:
-        options["optimizer_shard_mesh"] = mesh["dps"]
-    if "dpr" in sizes:
-        options["replicate_mesh"] = mesh["dpr"]
-    return mesh, options
-
-
-def double(case, num):
-    def build():
-        return case.build().double()
-
-    def batch(step):
-        inputs = case.batch(num, seed=step)
-        return inputs if case.vocab is not None else inputs.double()
-
-    return build, batch
+    return mesh, replica_options(mesh)
 
 
 RUNS = [
@@ -70,7 +55,7 @@ def test_every_kind_of_module(rank, world_size, layout, optimizer):
     """With and without keeping gradients back until the last microbatch."""
     mesh, options = replica_mesh(**layout)
     for index, case in enumerate(MODEL_CASES):
-        build, batch = double(case, 3 * world_size)
+        build, batch = case.in_float64(3 * world_size)
         model, reference = build_pair(build)
         parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30, **options))
         assert stats(model).num_sharded_weights > 0
@@ -106,7 +91,7 @@ def test_sums_where_the_loss_is_divided_already(rank, world_size, kind):
 def test_shards_and_copies_together(rank, world_size, order):
     mesh, options = replica_mesh(**dict.fromkeys(order, 2))
     case = next(c for c in MODEL_CASES if c.name == "llama")
-    build, batch = double(case, 2 * world_size)
+    build, batch = case.in_float64(2 * world_size)
     model, reference = build_pair(build)
     parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30, **options))
     weight = next(p for p in model.parameters() if Shard(0) in p.placements)
