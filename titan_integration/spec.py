@@ -51,8 +51,8 @@ def llama3_flavors() -> dict[str, TransformerModelArgs]:
         **llama3_args,
         # The model of section 2.3 of the GTP specification.
         "gtp_minimal": TransformerModelArgs(dim=1024, n_layers=12, n_heads=16, vocab_size=32000, rope_theta=500000),
-        # 19 million parameters: large enough to learn, small enough to be trained many times over.
-        "20M": TransformerModelArgs(dim=384, n_layers=10, n_heads=6, vocab_size=2048, rope_theta=500000),
+        # 18 million parameters: large enough to learn, small enough to be trained many times over.
+        "20M": TransformerModelArgs(dim=576, n_layers=4, n_heads=9, vocab_size=2048, rope_theta=500000),
     }
 
 
