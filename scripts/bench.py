@@ -13,7 +13,8 @@ time.
 
 "step" is the time of forward and backward with the device waited for; "host" is the time until both are enqueued, at a
 size so small that the device never makes the host wait; both are medians. "us/use" is what a use of a weight costs the
-host: (host - host of no sharding) / (gathers of the step).
+host: (host - host of no sharding) / (gathers of the step), where steps of both are taken in turns, since the speed of a
+host changes from second to second.
 """
 
 from __future__ import annotations
@@ -126,42 +127,68 @@ class Row:
     over_floor: float | None = None
 
 
-def measure(model: nn.Module, tokens: int, args: argparse.Namespace, device: torch.device) -> tuple[float, float]:
-    """(median seconds of a step, median seconds until the host has enqueued it)."""
-    is_cuda = device.type == "cuda"
+def measure(model: nn.Module, tokens: int, args: argparse.Namespace, device: torch.device) -> float:
+    """Median seconds of a step, the device waited for."""
+    batch = random_batch(tokens, args, device)
+    steps = [one_step(model, *batch)[0] for _ in range(args.warmup + args.steps)]
+    return statistics.median(steps[args.warmup :])
+
+
+def random_batch(tokens: int, args: argparse.Namespace, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(input, gradient of the output), each (1, tokens, dim)."""
     x = torch.randn(1, tokens, args.dim, device=device, dtype=torch.bfloat16)
-    grad = torch.randn_like(x)
-    steps, hosts = [], []
-    for step in range(args.warmup + args.steps):
-        for param in model.parameters():
-            param.grad = None
-        if is_cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        model(x).backward(grad)
-        enqueued = time.perf_counter()
-        if is_cuda:
-            torch.cuda.synchronize()
-        if step >= args.warmup:
-            steps.append(time.perf_counter() - start)
-            hosts.append(enqueued - start)
-    return statistics.median(steps), statistics.median(hosts)
+    return x, torch.randn_like(x)
+
+
+def one_step(model: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> tuple[float, float]:
+    """(seconds of a step, seconds until the host has enqueued it)."""
+    for param in model.parameters():
+        param.grad = None
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    model(x).backward(grad)
+    enqueued = time.perf_counter()
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, enqueued - start
+
+
+def host_seconds(
+    contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device
+) -> tuple[float, float]:
+    """(median until a step is enqueued, median of what that is more than without sharding), in turns."""
+    models = [build(name, args, mesh, device) for name in ("none", contestant)]
+    batch = random_batch(args.host_tokens, args, device)
+    rounds = [[one_step(model, *batch)[1] for model in models] for _ in range(args.warmup + args.host_steps)]
+    del models, rounds[: args.warmup]
+    collect_garbage(device)
+    return statistics.median(own for _, own in rounds), statistics.median(own - none for none, own in rounds)
+
+
+def collect_garbage(device: torch.device) -> None:
+    """Before the next contestant."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> list[Row]:
     """All sizes of one contestant."""
+    host_s, added_s = host_seconds(contestant, args, mesh, device)
     model = build(contestant, args, mesh, device)
     rows = []
-    host_s = measure(model, args.host_tokens, args, device)[1]
     for tokens in args.tokens:
         measure_memory = device.type == "cuda"
         if measure_memory:
             torch.cuda.reset_peak_memory_stats()
         reset_stats(model)
-        step_s, _ = measure(model, tokens, args, device)
+        step_s = measure(model, tokens, args, device)
         gathers = stats(model)
         num_gathers = gathers.num_forward_gathers + gathers.num_recompute_gathers + gathers.num_backward_gathers
         num_linears = sum(isinstance(module, nn.Linear) for module in model.modules())
+        # FSDP2 does not count; a use is the same thing there: a linear's forward or input gradient
+        num_uses = round(num_gathers / (args.warmup + args.steps)) or 2 * num_linears
         rows.append(
             Row(
                 contestant,
@@ -170,16 +197,14 @@ def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: tor
                 host_s * 1e3,
                 torch.cuda.max_memory_allocated() / 2**30 if measure_memory else 0.0,
                 torch.cuda.max_memory_reserved() / 2**30 if measure_memory else 0.0,
-                # FSDP2 does not count; a use is the same thing there: a linear's forward or input gradient
-                round(num_gathers / (args.warmup + args.steps)) or 2 * num_linears,
+                num_uses,
+                None if contestant == "none" else added_s * 1e6 / num_uses,
             )
         )
     if args.trace is not None and contestant == "gtp":
         write_trace(model, args, device)
     del model
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    collect_garbage(device)
     return rows
 
 
@@ -275,6 +300,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tokens", type=lambda s: [int(t) for t in s.split(",")], default=[1024, 2048, 4096])
     parser.add_argument("--host-tokens", type=int, default=16, help="size at which host time is measured")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--host-steps", type=int, default=40, help="steps of which host time is the median")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--look-ahead", type=int, default=1)
     parser.add_argument("--contestants", type=lambda s: s.split(","), default=list(CONTESTANTS))
@@ -301,7 +327,6 @@ def main() -> None:
         base = floor.get(row.tokens)
         if base is not None and row is not base:
             row.over_floor = row.step_ms / base.step_ms
-            row.host_us_per_use = (row.host_ms - base.host_ms) * 1e3 / row.num_uses
     if dist.get_rank() == 0:
         name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         title = f"{name}, {args.mode}, {dist.get_world_size()} ranks, torch {torch.__version__}"
