@@ -14,6 +14,7 @@ from .api import (
     stats,
 )
 from .config import GTPConfig
+from .functional import grouped_linear
 from .init import logical_init
 from .optim import clip_grad_norm_, count_zero_grads
 from .style import GTPStyle, parallelize_module
@@ -27,6 +28,7 @@ __all__ = [
     "clip_grad_norm_",
     "count_zero_grads",
     "finalize_grads",
+    "grouped_linear",
     "logical_init",
     "materialized",
     "parallelize_module",

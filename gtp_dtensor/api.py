@@ -12,6 +12,7 @@ import torch.nn as nn
 
 from . import functional
 from .members import STATE, ModuleState, model_members, model_runtimes
+from .runtime import Runtime
 from .schedule import IN_BACKWARD, Kind, Use
 from .style import clean_fqn
 from .weight import ShardedWeight, WeightCounters
@@ -183,34 +184,42 @@ def schedule_table(model: nn.Module) -> ScheduleTable:
     table = ScheduleTable()
     for runtime in model_runtimes(model):
         uses = runtime.schedule.period()
-        kept = _kept_positions(uses)
+        issued = _issue_positions(runtime, uses)
         for position, use in enumerate(uses):
             weight: ShardedWeight | None = runtime.weights[use.weight]()
             if weight is None:
                 continue
-            issued_at: int | None = position
-            if position in kept:
-                issued_at = None
-            elif runtime.config.weight_prefetch:
-                issued_at = _issue_position(uses, position, runtime.config.look_ahead)
             fqn = names.get(id(weight.param), weight.fqn)
-            table.append(
-                ScheduleRow(position, use.kind.name.lower(), fqn, weight.wire_name, weight.gathered_bytes, issued_at)
-            )
+            kind = use.kind.name.lower()
+            table.append(ScheduleRow(position, kind, fqn, weight.wire_name, weight.gathered_bytes, issued[position]))
     return table
 
 
-def _issue_position(uses: list[Use], position: int, look_ahead: int) -> int:
-    """The earliest use, at most ``look_ahead`` before, from which prefetching may reach ``position``."""
-    issue = position
-    while issue > 0 and position - issue < look_ahead:
-        after_backward = uses[issue - 1].kind in IN_BACKWARD
-        if uses[issue].starts_pass and (after_backward or uses[issue].kind not in IN_BACKWARD):
-            break
-        if after_backward and uses[position].kind not in IN_BACKWARD:
-            break
-        issue -= 1
-    return issue
+def _issue_positions(runtime: Runtime, uses: list[Use]) -> list[int | None]:
+    """At which use the gather for each use is issued, as the runtime does it; None where none is."""
+    issued: list[int | None] = list(range(len(uses)))
+    for position in _kept_positions(uses):
+        issued[position] = None
+    if not runtime.config.weight_prefetch:
+        return issued
+    waiting: dict[int, int] = {}  # weight -> the use that its gather, issued ahead, is for
+    for now, use in enumerate(uses):
+        waiting.pop(use.weight, None)
+        is_backward = use.kind in IN_BACKWARD
+
+        def peek(ahead: int, after: int = now + 1) -> Use | None:
+            return uses[after + ahead] if after + ahead < len(uses) else None
+
+        distance = runtime.distance(use.weight, peek)
+        for position in range(now + 1, min(now + 1 + distance, len(uses))):
+            coming = uses[position]
+            ends_pass = coming.starts_pass and (is_backward or coming.kind not in IN_BACKWARD)
+            if ends_pass or (is_backward and coming.kind not in IN_BACKWARD):
+                break
+            if coming.weight not in waiting and issued[position] is not None:
+                waiting[coming.weight] = position
+                issued[position] = now
+    return issued
 
 
 def _kept_positions(uses: list[Use]) -> set[int]:

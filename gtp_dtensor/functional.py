@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from .layout import new_dtensor
-from .members import small_of, state_members, weight_of
+from .members import STATE, small_of, state_members, weight_of
 from .reduce import wants_gradient_returned
 from .schedule import Kind
 from .small import SmallParam
@@ -139,6 +139,8 @@ class _Materialize(torch.autograd.Function):
         ctx.weight, ctx.param = weight, param
         ctx.lease = lease  # lives as long as the graph that may have saved the tensor
         gathered = lease.read()
+        if weight.runtime.transport.size == 1:
+            return gathered.clone()  # not the compute shard itself, which is rewritten while the graph lives
         # A tensor object of its own: the graph hangs on what is returned, and the lease must not hold the graph.
         return gathered if weight.tp is not None else gathered.detach()
 
@@ -261,6 +263,145 @@ def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     bias = None if module._parameters.get("bias") is None else use_small(module, "bias")
     x, bias, dtype = _cast_inputs(x, bias, weight)
     return _apply_linear(x, weight.param, bias, weight, weight.runtime.forward_kind(), dtype)
+
+
+# ---- stacks of experts
+
+
+class _Groups:
+    """Which rows of x belong to which expert, and the products over all experts: x (T, in), w (E, out, in).
+
+    ``offsets``, int32 (E,): where each expert's rows end, for torch's grouped GEMM, which reads bfloat16. ``splits``: a
+    list of their numbers of rows, for one product an expert in any dtype.
+    """
+
+    def __init__(self, offsets: torch.Tensor | None, splits: list[int] | None) -> None:
+        self.offsets = offsets
+        self.splits = splits
+
+    def _loop(self, one: Callable, *stacks: torch.Tensor) -> list[torch.Tensor]:
+        """``one`` of each expert's rows of ``stacks``."""
+        used = sum(self.splits)
+        parts = [stack[:used].split(self.splits) for stack in stacks]
+        return [one(expert, *rows) for expert, rows in enumerate(zip(*parts))]
+
+    def weight_dtype(self, w: torch.Tensor) -> torch.Tensor:
+        """``w`` as the product reads it."""
+        return w if self.offsets is None else w.bfloat16()
+
+    def product(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """x w^T by experts, (rows, out)."""
+        w = self.weight_dtype(w)
+        if self.offsets is not None:
+            return torch._grouped_mm(x, w.transpose(-2, -1), offs=self.offsets)
+        return torch.cat(self._loop(lambda expert, rows: rows @ w[expert].t(), x))
+
+    def input_grad(self, grad_y: torch.Tensor, w: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """grad_y w by experts, (num_rows, in)."""
+        w = self.weight_dtype(w)
+        if self.offsets is not None:
+            return torch._grouped_mm(grad_y, w, offs=self.offsets)
+        grad_x = torch.cat(self._loop(lambda expert, rows: rows @ w[expert], grad_y))
+        unused = num_rows - grad_x.shape[0]  # rows of no expert
+        return F.pad(grad_x, (0, 0, 0, unused)) if unused else grad_x
+
+    def weight_grad(self, grad_y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """grad_y^T x by experts, (E, out, in)."""
+        if self.offsets is not None:
+            return torch._grouped_mm(grad_y.t(), x, offs=self.offsets)
+        return torch.stack(self._loop(lambda expert, grad_rows, rows: grad_rows.t() @ rows, grad_y, x))
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """y = x W^T by experts, with the stack W (E, out, in) gathered for this call only."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x, param, weight: ShardedWeight, groups: _Groups, kind: Kind):
+        runtime = weight.runtime
+        lease = runtime.acquire(weight, kind)
+        w = lease.read()
+        y = groups.product(x, w if weight.tp is None else w._local_tensor)
+        del w
+        runtime.release(lease)
+        ctx.use = weight, param, groups, weight.num_writes
+        ctx.num_rows = x.shape[0]
+        ctx.save_for_backward(x if param.requires_grad else None)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
+        (x,) = ctx.saved_tensors
+        weight, param, groups, num_writes = ctx.use
+        runtime = weight.runtime
+        edges = engine_edges()
+        grad_x = grad_weight = None
+        if edges[0] is not _UNUSED:
+            lease = runtime.acquire(weight, _BACKWARD, True, num_writes)
+            w = lease.read()
+            grad_x = groups.input_grad(grad_y, w if weight.tp is None else w._local_tensor, ctx.num_rows)
+            del w
+            runtime.release(lease)
+        else:
+            runtime.enter()
+        weight_edge = _param_edge(param, edges[1])
+        if weight_edge is not _UNUSED:
+            runtime.reducer.make_room()
+            grad_weight = _reduce_weight_grad(weight, param, groups.weight_grad(grad_y, x), weight_edge)
+        return grad_x, grad_weight, None, None, None
+
+
+_apply_grouped_linear = fast_apply(_GroupedLinear)
+
+
+def grouped_linear(
+    module: nn.Module,
+    name: str,
+    x: torch.Tensor,
+    *,
+    offsets: torch.Tensor | None = None,
+    splits: list[int] | None = None,
+) -> torch.Tensor:
+    """One linear for each expert of a stack, gathered for this call only: for a forward given as ``forwards=``.
+
+    Args:
+        module, name: whose parameter, logical shape (experts, out, in); of it this rank's experts and out or in
+            features are used, E of them.
+        x: (T, in), rows of one expert after the other.
+        offsets: int32 (E,), where each expert's rows end: torch's grouped GEMM, on x and weight in bfloat16. What is in
+            rows of y beyond the last is not defined.
+        splits: the number of rows of each expert: one product an expert. y has as many rows as these together.
+
+    Returns:
+        (rows, out). Gradients flow back into x and the parameter.
+
+    Raises:
+        ValueError: not exactly one of ``offsets`` and ``splits``; a number of experts that is not this rank's.
+    """
+    if (offsets is None) == (splits is None):
+        raise ValueError("grouped_linear takes either offsets= or splits=")
+    groups = _Groups(offsets, splits)
+    if offsets is not None:
+        x = x.bfloat16()
+    if name not in module.__dict__[STATE].weights:
+        w = use_small(module, name)
+        w = w.to_local() if isinstance(w, DTensor) else w
+        _check_num_groups(name, w.shape, offsets, splits)
+        return groups.product(x, w)
+    weight = weight_of(module, name)
+    _check_num_groups(weight.fqn, weight.tp_local_shape, offsets, splits)
+    if splits is not None and x.dtype != weight.compute_dtype:
+        x = x.to(weight.compute_dtype)
+    return _apply_grouped_linear(x, weight.param, weight, groups, weight.runtime.forward_kind())
+
+
+def _check_num_groups(fqn: str, shape: torch.Size, offsets: torch.Tensor | None, splits: list[int] | None) -> None:
+    num_groups = len(splits) if offsets is None else offsets.shape[0]
+    if len(shape) != 3 or shape[0] != num_groups:
+        raise ValueError(
+            f"grouped_linear: {num_groups} groups of rows for {fqn}, of shape {tuple(shape)} on this rank: dim 0 counts "
+            "experts"
+        )
 
 
 # ---- embedding

@@ -20,15 +20,17 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 @dataclass(frozen=True)
 class RowCut:
-    """How dim 0 of one TP-local weight is cut over the gtp axis, and padded in communication buffers.
+    """How one dim of a tensor is cut over a mesh axis, and padded in communication buffers.
 
     ``chunk`` rows a rank is DTensor's own rule (the last ranks hold fewer, or none). In a buffer every rank's part
-    is ``padded`` rows long, a multiple of the alignment, so that all ranks send the same number of bytes.
+    is ``padded`` rows long, a multiple of the alignment, so that all ranks send the same number of bytes. A *row* is an
+    index of ``dim``: of dim 0 for most weights, of dim 1 where every expert of a stack is cut.
     """
 
     num_rows: int
     axis_size: int
     alignment: int = 1
+    dim: int = 0
 
     @cached_property
     def chunk(self) -> int:
@@ -43,32 +45,40 @@ class RowCut:
         return self.padded * self.axis_size
 
     def rows_of(self, rank: int) -> tuple[int, int]:
-        """(first row, number of rows) that ``rank`` of the gtp axis stores."""
+        """(first row, number of rows) that ``rank`` of the axis stores."""
         start = min(rank * self.chunk, self.num_rows)
         return start, min(self.chunk, self.num_rows - start)
 
+    def resized(self, shape: torch.Size, num_rows: int) -> torch.Size:
+        """``shape`` with another number of rows."""
+        return torch.Size((*shape[: self.dim], num_rows, *shape[self.dim + 1 :]))
+
+    def first(self, tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """The first ``num_rows`` rows: a view, or ``tensor`` itself where these are all."""
+        return tensor if tensor.shape[self.dim] == num_rows else tensor.narrow(self.dim, 0, num_rows)
+
     def unpack(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The TP-local weight (num_rows, ...) inside a gathered ``buffer`` (buffer_rows, ...).
+        """The tensor with ``num_rows`` rows inside a gathered ``buffer`` with ``buffer_rows``.
 
         A view, except where the alignment leaves holes between the ranks' parts: then a copy.
         """
         if self.padded != self.chunk:
-            parts = buffer.view(self.axis_size, self.padded, *buffer.shape[1:])[:, : self.chunk]
-            buffer = parts.reshape(self.axis_size * self.chunk, *buffer.shape[1:])
-        return buffer[: self.num_rows] if buffer.shape[0] != self.num_rows else buffer
+            parts = buffer.unflatten(self.dim, (self.axis_size, self.padded)).narrow(self.dim + 1, 0, self.chunk)
+            buffer = parts.flatten(self.dim, self.dim + 1)
+        return self.first(buffer, self.num_rows)
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`unpack`: (num_rows, ...) to a contiguous buffer (buffer_rows, ...), padding zeroed."""
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`unpack`: a contiguous buffer, padding zeroed."""
         if self.buffer_rows == self.num_rows:
-            return weight.contiguous()
-        buffer = weight.new_zeros(self.buffer_rows, *weight.shape[1:])
+            return tensor.contiguous()
+        buffer = tensor.new_zeros(self.resized(tensor.shape, self.buffer_rows))
         if self.padded == self.chunk:
-            buffer[: self.num_rows] = weight
+            buffer.narrow(self.dim, 0, self.num_rows).copy_(tensor)
         else:
-            parts = buffer.view(self.axis_size, self.padded, *weight.shape[1:])
+            parts = buffer.unflatten(self.dim, (self.axis_size, self.padded))
             for rank in range(self.axis_size):
                 start, length = self.rows_of(rank)
-                parts[rank, :length] = weight[start : start + length]
+                parts.select(self.dim, rank).narrow(self.dim, 0, length).copy_(tensor.narrow(self.dim, start, length))
         return buffer
 
 
@@ -271,9 +281,66 @@ def tp_layout(param: torch.Tensor, gtp_mesh: DeviceMesh, fqn: str) -> TPLayout |
         raise ValueError(
             f"{where} of sizes {tuple(mesh.shape)}, which shares ranks {sorted(shared)} with the gtp axis "
             f"{gtp_mesh.mesh.tolist()}: apply tensor parallelism first, to axes of its own that are orthogonal to gtp, "
-            "GTPStyle after it, and other sharding last (a weight can be given to GTPStyle only once)"
+            "GTPStyle after it, and other sharding last (a weight can be given to GTPStyle only once). Experts on an expert-"
+            "parallel mesh take a GTPStyle(is_expert=True) of their own, before the dense weights'"
         )
     for placement in param.placements:
         if type(placement) is not Shard and type(placement) is not Replicate:
             raise ValueError(f"{where} with placement {placement}: only Shard and Replicate can be cut further")
     return TPLayout(mesh, param._spec)
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """How one weight is stored, on this rank.
+
+    Attributes:
+        tp_local_shape: of what a GEMM of this rank reads: the logical weight's, or its part where model parallelism
+            cuts it.
+        cut: of that, over the gtp axis.
+        replica_cut: of this rank's part of that, over the optimizer shard axis; None where there is none.
+        tp: the model-parallel layout; None for plain tensors.
+    """
+
+    tp_local_shape: torch.Size
+    cut: RowCut
+    replica_cut: RowCut | None
+    tp: TPLayout | None
+
+    def stored_part(self, tp_local: torch.Tensor, gtp_rank: int, replica_rank: int) -> torch.Tensor:
+        """What a rank stores of the TP-local weight: a view."""
+        part = tp_local.narrow(self.cut.dim, *self.cut.rows_of(gtp_rank))
+        if self.replica_cut is not None:
+            part = part.narrow(self.replica_cut.dim, *self.replica_cut.rows_of(replica_rank))
+        return part
+
+
+def weight_layout(
+    tp_local_shape: torch.Size,
+    tp: TPLayout | None,
+    axis_size: int,
+    rank: int,
+    num_replicas: int | None,
+    alignment: int,
+    is_expert: bool,
+) -> WeightLayout:
+    """The layout of a weight on rank ``rank`` of a gtp axis, with ``num_replicas`` along the optimizer shard axis.
+
+    Rows of dim 0 are cut. Of a stack of experts (experts, out, in) these are whole experts; where an axis does not
+    divide their number, it cuts the out features of each of them instead, or most of its ranks would hold nothing.
+    """
+
+    def cut_of(shape: torch.Size, size: int, alignment: int) -> RowCut:
+        is_stack = is_expert and len(shape) > 2
+        dim = 1 if is_stack and shape[0] % size else 0
+        return RowCut(shape[dim], size, 1 if is_stack and dim == 0 else alignment, dim)
+
+    cut = cut_of(tp_local_shape, axis_size, alignment)
+    replica_cut = None
+    if num_replicas is not None:
+        shard_shape = cut.resized(tp_local_shape, cut.rows_of(rank)[1])
+        # An axis inside one that cuts dim 1 cuts it further, so that the order of cuts is that of the placements.
+        replica_cut = cut_of(shard_shape, num_replicas, 1)
+        if cut.dim == 1:
+            replica_cut = RowCut(shard_shape[1], num_replicas, dim=1)
+    return WeightLayout(tp_local_shape, cut, replica_cut, tp)

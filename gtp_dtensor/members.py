@@ -60,7 +60,7 @@ def _copy_member(member: Member, memo: dict) -> Member:
 def _like(member: Member, param: nn.Parameter, runtime: Runtime) -> Member:
     """A new member of the same layout for ``param``, adopted by ``runtime``."""
     if isinstance(member, ShardedWeight):
-        twin = ShardedWeight(runtime, 0, member.fqn, param, member.cut, member.tp)
+        twin = ShardedWeight(runtime, 0, member.fqn, param, member.layout)
     else:
         twin = SmallParam(runtime, 0, member.fqn, param, member.tp)
     runtime.adopt(twin)
@@ -120,7 +120,7 @@ class RootState:
         self.module = weakref.ref(module)
         self.runtimes: list[Runtime] = []
         self.members: list[ShardedWeight | SmallParam] = []
-        # (mesh that parameters are stored on, the tensor-parallel mesh in it) by gtp axis
+        # (mesh that parameters are stored on, the model-parallel mesh in it) by gtp axis
         self._storage: dict[Domain, tuple[DeviceMesh, DeviceMesh | None]] = {}
 
     def storage_for(self, domain: Domain, tp_mesh: DeviceMesh | None) -> DeviceMesh:
@@ -134,12 +134,12 @@ class RootState:
             known = self._storage[domain] = (mesh, tp_mesh)
         return known[0]
 
-    def runtime_for(self, domain: Domain, config: GTPConfig) -> Runtime:
+    def runtime_for(self, domain: Domain, config: GTPConfig, num_data_ranks: int | None) -> Runtime:
         """The runtime of this axis and these settings; made on first use."""
         for runtime in self.runtimes:
-            if runtime.domain is domain and runtime.config == config:
+            if runtime.domain is domain and runtime.config == config and runtime.num_data_ranks == num_data_ranks:
                 return runtime
-        runtime = Runtime(domain, config)
+        runtime = Runtime(domain, config, num_data_ranks)
         runtime.root_state = weakref.ref(self)
         self.runtimes.append(runtime)
         return runtime

@@ -6,7 +6,7 @@ A patched ``forward`` or a hook that holds process groups would break ``deepcopy
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -98,20 +98,37 @@ def _check_not_written(holder: nn.Module, name: str, tensor: torch.Tensor, versi
         )
 
 
-def _forward_of(base: type[nn.Module]) -> Callable:
-    if base.forward is nn.Linear.forward:
-        return functional.linear
-    if base.forward is nn.Embedding.forward:
-        return functional.embedding
+Forward = Callable[..., object]  # of (module, its arguments)
+
+
+def explicit_forward(module: nn.Module, forwards: Mapping[type[nn.Module], Forward]) -> Forward | None:
+    """The forward that computes what ``module`` does without leaving gathered weights alive for its backward: the one
+    given for exactly its class, or ours for linears and embeddings. None: not known."""
+    base = type(module)
+    if base in forwards:
+        return _with_cast_arguments(forwards[base])
+    if "weight" in module.__dict__[STATE].weights:
+        if base.forward is nn.Linear.forward:
+            return functional.linear
+        if base.forward is nn.Embedding.forward:
+            return functional.embedding
     return None
 
 
 @functools.lru_cache(maxsize=None)
-def sharded_class(base: type[nn.Module], explicit: bool) -> type[nn.Module]:
-    """The subclass of ``base`` whose forward gathers. ``explicit``: by the autograd function made for ``base``."""
-    if explicit:
-        forward = _forward_of(base)
-    else:
+def _with_cast_arguments(function: Forward) -> Forward:
+    def forward(self: nn.Module, *args, **kwargs):
+        args, kwargs = functional.cast_arguments(self, args, kwargs)
+        return function(self, *args, **kwargs)
+
+    return forward
+
+
+@functools.lru_cache(maxsize=None)
+def sharded_class(base: type[nn.Module], explicit: Forward | None) -> type[nn.Module]:
+    """The subclass of ``base`` whose forward gathers: ``explicit``, or else one that gathers around ``base``'s."""
+    forward = explicit
+    if forward is None:
 
         def forward(self: nn.Module, *args, **kwargs):
             state: ModuleState = self.__dict__[STATE]
@@ -147,11 +164,6 @@ def sharded_class(base: type[nn.Module], explicit: bool) -> type[nn.Module]:
     if issubclass(base, nn.Embedding):
         namespace["_fill_padding_idx_with_zero"] = _fill_padding_row
     return type(f"GTP{base.__name__}", (base,), namespace)
-
-
-def has_explicit_forward(module: nn.Module) -> bool:
-    """Whether this class computes exactly what one of our autograd functions does."""
-    return _forward_of(type(module)) is not None
 
 
 def _fill_padding_row(self: nn.Embedding) -> None:

@@ -6,14 +6,13 @@ all-reduced over the axis of copies, each again one step behind the other. While
 the sums over gtp are kept back and take that way with the last microbatch's. The gradients of parameters that stay
 whole are collected and summed by one coalesced all-reduce an axis at the end of the backward.
 
-Scaling is decided here and nowhere else: over the data axes gradients are averaged (each rank's loss is a mean over
-its own samples), or summed (the loss is already divided by the global number of tokens).
+Scaling is decided in one place, ``Runtime.gradient_scale``: over the data ranks gradients are averaged (each rank's loss
+is a mean over its own samples), or summed (the loss is already divided by the global number of tokens).
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -71,22 +70,22 @@ def accumulate(param: torch.Tensor, local: torch.Tensor, scale: float) -> None:
 class PendingReduction:
     """A reduction in flight: rows of ``weight``'s gradient, for ``param``, are coming."""
 
-    __slots__ = ("weight", "param", "_out", "_num_rows", "_transfer")
+    __slots__ = ("weight", "param", "_out", "_shape", "_transfer")
 
     def __init__(
-        self, weight: ShardedWeight, param: nn.Parameter, out: torch.Tensor, num_rows: int, transfer: Transfer
+        self, weight: ShardedWeight, param: nn.Parameter, out: torch.Tensor, shape: torch.Size, transfer: Transfer
     ) -> None:
         self.weight = weight
         self.param = param
         self._out = out
-        self._num_rows = num_rows
+        self._shape = shape  # of what is ours in ``out``, which is padded
         self._transfer = transfer
 
     def receive(self) -> torch.Tensor:
         """Wait. Returns the rows, summed and unscaled, ours to keep; :meth:`release` follows."""
         self._transfer.wait()
-        out, num_rows = self._out, self._num_rows
-        return out if out.shape[0] == num_rows else out[:num_rows].clone()
+        out, shape = self._out, self._shape
+        return out if out.shape == shape else out[tuple(map(slice, shape))].clone(memory_format=torch.contiguous_format)
 
     def release(self) -> None:
         """What reads the result is enqueued, or nobody wants it."""
@@ -136,8 +135,6 @@ class Reducer:
         self._runtime = runtime
         self._over_shards = domain.shard_transport
         self._over_copies = domain.replicate_transport
-        num_data_ranks = math.prod(transport.size for transport in domain.transports)
-        self._scale = 1.0 if runtime.config.calculate_per_token_loss else 1.0 / num_data_ranks
         self._most_pending = runtime.config.graph_wgrad_ring_size - 1
         has_replicas = self._over_shards is not None or self._over_copies is not None
         self.pending = Stage(self._to_replicas if has_replicas else self._accumulate)  # over gtp
@@ -162,7 +159,7 @@ class Reducer:
                 self.pending.receive(self._most_pending)
 
     def _accumulate(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
-        accumulate(param, rows, self._scale)
+        accumulate(param, rows, self._runtime.gradient_scale)
 
     def _to_replicas(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
         proceed = self._go_on if self._runtime.syncs_gradients else self._keep_back
@@ -178,7 +175,7 @@ class Reducer:
             before.add_(rows)
 
     def _go_on(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
-        """``rows`` (num_local_rows, ...), summed over gtp, and what was kept back: start their way over the
+        """``rows``, summed over gtp, and what was kept back: start their way over the
         replicas."""
         before = self.kept_back.pop((weight, param), None)
         if before is not None:
@@ -191,16 +188,16 @@ class Reducer:
 
     def _over_shard_axis(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> PendingReduction:
         cut = weight.replica_cut
-        out = rows.new_empty((cut.padded, *rows.shape[1:]))
+        out = rows.new_empty(cut.resized(rows.shape, cut.padded))
         weight.counters.num_replica_reductions += 1
-        transfer = self._over_shards.reduce_scatter(out, cut.pack(rows))
-        return PendingReduction(weight, param, out, weight.num_stored_rows, transfer)
+        transfer = self._over_shards.reduce_scatter(out, cut.pack(rows), dim=cut.dim)
+        return PendingReduction(weight, param, out, cut.resized(rows.shape, weight.num_stored_rows), transfer)
 
     def _start_over_copies(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
         self._to_copies.receive(self._most_pending)
         weight.counters.num_replica_reductions += 1
         transfer = self._over_copies.start_all_reduce(rows)
-        self._to_copies.add(PendingReduction(weight, param, rows, rows.shape[0], transfer))
+        self._to_copies.add(PendingReduction(weight, param, rows, rows.shape, transfer))
 
     def _over_replicas_now(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
         """``rows``, summed over gtp, summed over all replicas too: this rank's stored rows."""
@@ -226,7 +223,7 @@ class Reducer:
         if returned:
             with plain_ops():
                 rows = self._over_replicas_now(weight, param, reduction.receive())
-                local = scaled(rows, param.dtype, self._scale)
+                local = scaled(rows, param.dtype, self._runtime.gradient_scale)
             reduction.release()
             return new_dtensor(local, param._spec)
         self.pending.add(reduction)
@@ -244,8 +241,9 @@ class Reducer:
         counters = weight.counters
         counters.num_reductions += 1
         counters.reduce_bytes += weight.num_buffer_elements * dtype.itemsize
-        transfer = transport.reduce_scatter(out, buffer, fp32_sum)
-        return PendingReduction(weight, param, out, weight.num_local_rows, transfer)
+        cut = weight.cut
+        transfer = transport.reduce_scatter(out, buffer, fp32_sum, cut.dim)
+        return PendingReduction(weight, param, out, cut.resized(out.shape, weight.num_local_rows), transfer)
 
     def _reduction_input(self, weight: ShardedWeight, grad: torch.Tensor) -> torch.Tensor:
         if weight.tp is not None:
@@ -275,7 +273,7 @@ class Reducer:
                 dist.all_reduce(local, group=small.tp.mesh.get_group())
             for transport in self._runtime.domain.transports:
                 transport.all_reduce(local)
-            return new_dtensor(scaled(local, param.dtype, self._scale), param._spec)
+            return new_dtensor(scaled(local, param.dtype, self._runtime.gradient_scale), param._spec)
 
     def _reduce_small(self) -> None:
         """One all-reduce an axis for all of them (one a dtype); before it, one over tp for those that owe it."""
@@ -300,7 +298,9 @@ class Reducer:
                 transport.all_reduce(flat)
             parts = flat.split([local.numel() for _, _, local, _ in group])
             for (_, param, local, _), part in zip(group, parts):
-                accumulate(param, part.view(local.shape), self._scale)  # gradients are views of one buffer
+                accumulate(
+                    param, part.view(local.shape), self._runtime.gradient_scale
+                )  # gradients are views of one buffer
             self._runtime.counters.num_small_reductions += 1
 
     # ---- draining

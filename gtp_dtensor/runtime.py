@@ -7,7 +7,9 @@ that several models and meshes live in one process without seeing each other, an
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .config import GTPConfig
 from .modes import in_backward, plain_ops
 from .reduce import Reducer
-from .schedule import IN_BACKWARD, Kind, Schedule
+from .schedule import IN_BACKWARD, Kind, Schedule, Use, block_distance
 from .small import SmallParam
 from .transport import CollectiveTransport
 from .weight import Lease, ShardedWeight
@@ -47,10 +49,18 @@ class Domain:
     """What all models on one gtp axis of one mesh share: communicators and side streams.
 
     Beside the gtp axis there may be replicas, ranks that hold the same compute shards: along the axis of ``shard_mesh``
-    parameters and optimizer state are cut further, along that of ``replicate_mesh`` they are copies.
+    parameters and optimizer state are cut further, along that of ``replicate_mesh`` they are copies. Experts have a
+    domain of their own, also where their axes are those of the dense weights: their gathers are long and are issued a
+    block ahead, and on one communicator a dense weight's would queue behind them.
     """
 
-    def __init__(self, gtp_mesh: DeviceMesh, shard_mesh: DeviceMesh | None, replicate_mesh: DeviceMesh | None) -> None:
+    def __init__(
+        self,
+        gtp_mesh: DeviceMesh,
+        shard_mesh: DeviceMesh | None,
+        replicate_mesh: DeviceMesh | None,
+        is_expert: bool = False,
+    ) -> None:
         device = torch.device(gtp_mesh.device_type)
         if device.type != "cpu":
             device = torch.device(device.type, torch.get_device_module(device.type).current_device())
@@ -58,13 +68,15 @@ class Domain:
         self.gtp_mesh = gtp_mesh
         self.shard_mesh = shard_mesh
         self.replicate_mesh = replicate_mesh
-        self.transport = CollectiveTransport(gtp_mesh.get_group(), device, "gtp")
+        self.is_expert = is_expert
+        prefix = "egtp" if is_expert else "gtp"
+        self.transport = CollectiveTransport(gtp_mesh.get_group(), device, prefix)
         self.shard_transport = self.replicate_transport = None
         if shard_mesh is not None:
-            self.shard_transport = CollectiveTransport(shard_mesh.get_group(), device, "gtp_shard")
+            self.shard_transport = CollectiveTransport(shard_mesh.get_group(), device, f"{prefix}_shard")
         if replicate_mesh is not None:
             self.replicate_transport = CollectiveTransport(
-                replicate_mesh.get_group(), device, "gtp_replicate", gathers=False
+                replicate_mesh.get_group(), device, f"{prefix}_replicate", gathers=False
             )
         # Numbers members in the order of their making, which is the same on all ranks, for good.
         self.serials = itertools.count()
@@ -90,14 +102,18 @@ class _DomainTable(dict):
 
 
 def domain_of(
-    gtp_mesh: DeviceMesh, shard_mesh: DeviceMesh | None = None, replicate_mesh: DeviceMesh | None = None
+    gtp_mesh: DeviceMesh,
+    shard_mesh: DeviceMesh | None = None,
+    replicate_mesh: DeviceMesh | None = None,
+    is_expert: bool = False,
 ) -> Domain:
     """The one domain of these mesh axes; creates communicators on first use (collective over each axis)."""
     root = gtp_mesh._get_root_mesh()
     table = root.__dict__.setdefault("_gtp_domains", _DomainTable())
-    key = tuple(None if mesh is None else tuple(mesh.mesh.tolist()) for mesh in (gtp_mesh, shard_mesh, replicate_mesh))
+    meshes = (gtp_mesh, shard_mesh, replicate_mesh)
+    key = (is_expert, *(None if mesh is None else tuple(mesh.mesh.tolist()) for mesh in meshes))
     if key not in table:
-        table[key] = Domain(gtp_mesh, shard_mesh, replicate_mesh)
+        table[key] = Domain(*meshes, is_expert)
     return table[key]
 
 
@@ -113,11 +129,18 @@ class _BackwardEnd:
 
 
 class Runtime:
-    """The state of one root model on one gtp axis."""
+    """The state of one root model on one gtp axis.
 
-    def __init__(self, domain: Domain, config: GTPConfig) -> None:
+    Args:
+        domain: the axes and their communicators.
+        config: settings.
+        num_data_ranks: over how many ranks' losses gradients are averaged, None: see :attr:`gradient_scale`.
+    """
+
+    def __init__(self, domain: Domain, config: GTPConfig, num_data_ranks: int | None = None) -> None:
         self.domain = domain
         self.config = config
+        self.num_data_ranks = num_data_ranks
         self.transport = domain.transport
         self.syncs_gradients = True  # else gradients are kept back from the replicas, see Reducer
         self.schedule = Schedule()
@@ -137,7 +160,7 @@ class Runtime:
         self._watch_optimizers()
 
     def __deepcopy__(self, memo: dict) -> Runtime:
-        copied = Runtime(self.domain, self.config)
+        copied = Runtime(self.domain, self.config, self.num_data_ranks)
         memo[id(self)] = copied
         state = self.root_state()
         if state is not None and id(state.module()) in memo:  # else a part of the model is copied, without its root
@@ -171,6 +194,39 @@ class Runtime:
         if isinstance(member, ShardedWeight):
             member.drop_leases()
 
+    @functools.cached_property
+    def gradient_scale(self) -> float:
+        """What summed gradients are multiplied by: 1, or one over the number of ranks whose losses are averaged.
+
+        These are the ranks of the dense weights' data axes, for experts too: an expert's axes count other ranks, those
+        that hold it, while the tokens of its expert-parallel peers reach it as well.
+
+        Raises:
+            ValueError: of experts it is not known how many there are.
+        """
+        if self.config.calculate_per_token_loss:
+            return 1.0
+        if self.num_data_ranks is not None:
+            return 1.0 / self.num_data_ranks
+        runtimes = [self]
+        if self.domain.is_expert:
+            root = self.root_state()
+            runtimes = [] if root is None else [r for r in root.runtimes if not r.domain.is_expert]
+        counts = {
+            runtime.num_data_ranks or math.prod(transport.size for transport in runtime.domain.transports)
+            for runtime in runtimes
+        }
+        if len(counts) != 1:
+            fqn = next((weight.fqn for weight in self.live_weights()), "(no weight)")
+            found = f"are on {' and on '.join(map(str, sorted(counts)))} ranks" if counts else "are not under GTP"
+            raise ValueError(
+                f"{fqn}, an expert's weight on mesh axis {self.domain.gtp_mesh.mesh_dim_names} of size "
+                f"{self.transport.size}: over how many ranks its gradient is to be averaged is not known, since the dense "
+                f"weights of its model {found}; pass GTPStyle(is_expert=True, num_data_ranks=...), the number of ranks that "
+                "read different data, or set GTPConfig(calculate_per_token_loss=True) where the loss is divided already"
+            )
+        return 1.0 / counts.pop()
+
     # ---- passes and backwards
 
     def enter_root(self) -> None:
@@ -181,6 +237,8 @@ class Runtime:
         if self._depth > 1:
             return
         self._starts_pass = True
+        if torch.is_grad_enabled():
+            _ = self.gradient_scale  # raises before anything is computed where it is not known
         if self.counters.num_mispredictions != self._mispredictions_pruned:  # perhaps the model has changed
             self._mispredictions_pruned = self.counters.num_mispredictions
             state = self.root_state()
@@ -291,7 +349,7 @@ class Runtime:
             self._keep(weight, lease)
         # Elsewhere a module was called by itself: what comes next is up to the user's code.
         if looks_ahead and self.config.weight_prefetch:
-            self._prefetch(kind)
+            self._prefetch(weight, kind)
         return lease
 
     def release(self, lease: Lease) -> None:
@@ -366,9 +424,19 @@ class Runtime:
 
     # ---- looking ahead
 
-    def _prefetch(self, current: Kind) -> None:
+    def _role(self, index: int) -> str | None:
+        weight = self.weights[index]()
+        return None if weight is None else weight.role
+
+    def distance(self, index: int, peek: Callable[[int], Use | None]) -> int:
+        """How many uses ahead gathers may be issued while weight ``index`` is used; ``peek`` tells these uses."""
+        if not self.domain.is_expert:
+            return self.config.look_ahead
+        return block_distance(peek, self._role, self._role(index), self.config.look_ahead)
+
+    def _prefetch(self, used: ShardedWeight, current: Kind) -> None:
         is_backward = current in IN_BACKWARD
-        for ahead in range(self.config.look_ahead):
+        for ahead in range(self.distance(used.index, self.schedule.peek)):
             use = self.schedule.peek(ahead)
             if use is None:
                 return
@@ -390,7 +458,7 @@ class Runtime:
 
     def _free_mispredicted(self, used: ShardedWeight) -> None:
         """After a misprediction: let go of gathers that neither this use nor the new prediction wants soon."""
-        coming = (self.schedule.peek(ahead) for ahead in range(self.config.look_ahead))
+        coming = (self.schedule.peek(ahead) for ahead in range(self.distance(used.index, self.schedule.peek)))
         wanted = {used.index, *(use.weight for use in coming if use is not None)}
         for weight in self.live_weights():
             if weight.next_lease is not None and weight.index not in wanted:

@@ -10,6 +10,7 @@ boundary has to be declared, and a wrong guess costs time, never correctness.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
@@ -32,6 +33,32 @@ class Use(NamedTuple):
     weight: int  # index of the weight in its runtime
     kind: Kind
     starts_pass: bool  # whether the root's forward, or a backward, was entered since the previous use
+
+
+FARTHEST = 64  # uses that are searched for the next one of a role; blocks have a few weights
+
+
+def block_distance(
+    peek: Callable[[int], Use | None], role_of: Callable[[int], str | None], role: str, num_blocks: int
+) -> int:
+    """How many uses ahead the weight with ``role`` in the ``num_blocks``-th block from here is: that use included.
+
+    Gathers of experts are issued as far ahead, so that each has a whole block's computation to hide behind, and of each
+    role at most ``num_blocks`` + 1 weights are in memory. Where the role does not occur again, 1.
+
+    Args:
+        peek: the use that follows so many others, see :meth:`Schedule.peek`.
+        role_of: of a weight's index.
+    """
+    for ahead in range(FARTHEST):
+        use = peek(ahead)
+        if use is None:
+            break
+        if role_of(use.weight) == role:
+            num_blocks -= 1
+            if num_blocks == 0:
+                return ahead + 1
+    return 1
 
 
 class Schedule:

@@ -7,7 +7,7 @@ import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,9 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from .config import GTPConfig
-from .layout import RowCut, TPLayout, axis_name, check_gtp_mesh, replica_axis, tp_layout
-from .members import STATE, ModuleState, root_state
-from .modules import has_explicit_forward, sharded_class
+from .layout import TPLayout, axis_name, check_gtp_mesh, replica_axis, tp_layout, weight_layout
+from .members import STATE, ModuleState, root_state, state_members
+from .modules import Forward, explicit_forward, sharded_class
 from .runtime import SUCCESSOR, Domain, domain_of
 from .small import SmallParam
 from .weight import ShardedWeight
@@ -49,6 +49,17 @@ class GTPStyle(ParallelStyle):
       ``Shard(0)``; it is gathered for each use and its gradient is reduce-scattered;
     * every other parameter by a DTensor that is whole on each rank, ``Replicate()``, with its gradient reduced.
 
+    Routed experts take a style of their own, ``is_expert=True``, which is applied first and on an axis of theirs::
+
+        parallelize_module(model, mesh["egtp"], GTPStyle(is_expert=True, modules=["layers.*.moe.experts"]))
+        parallelize_module(model, mesh["gtp"], GTPStyle())
+
+    It touches only what ``modules`` names, with everything below; the dense style then passes over that. A stack of
+    experts (experts, out, in) is cut by whole experts where the axis divides their number on this rank, else by the out
+    features of each. (Where its axes have one rank only and no expert-parallel mesh is there, it changes nothing, and the
+    dense style takes the experts with the rest.) Gathers are issued a block ahead: while a block uses its w1, that of the
+    next is on its way.
+
     After a tensor-parallel plan the parameters lie on a private mesh with the axes (tp, gtp): rows of a column-parallel
     weight are cut by tp first. Apply TP before, ``GTPStyle`` after it; ``to_empty`` and initialisation may follow (see
     :func:`~gtp_dtensor.logical_init`). The ranks of the axis read different data, like data-parallel ranks.
@@ -58,7 +69,8 @@ class GTPStyle(ParallelStyle):
     Args:
         config: settings; ``GTPConfig()`` where None.
         modules: which modules' weights are sharded: a predicate ``(fqn, module) -> bool`` or FQN patterns of modules
-            (``fnmatch``). None: all. Weights of other modules stay whole.
+            (``fnmatch``). None: all. Weights of other modules stay whole. With ``is_expert``: which modules are experts,
+            everything below them included; other modules are left alone.
         exclude: FQN patterns of weights that stay whole. Names, here and in ``modules``, begin below the module that
             the style is applied to.
         min_numel: weights with fewer elements stay whole.
@@ -68,7 +80,13 @@ class GTPStyle(ParallelStyle):
             x ``cp``), so that each holds a part of the gradient and optimizer state of its shards; once an optimizer
             step the parts are gathered into the compute shards. Each rank then keeps its compute shards, in
             ``param_dtype``, beside the parameters.
-        is_expert: not served by this release.
+        is_expert: the weights are those of routed experts; see above. Their axes may differ from the dense weights' and
+            their parameters may be DTensors on an expert-parallel mesh (of experts, and of features of each).
+        num_data_ranks: over how many ranks' losses gradients are averaged. None: the ranks of the three axes; for
+            experts those of the dense weights of the same model, since tokens of expert-parallel peers reach them too.
+        forwards: by class, a function ``(module, *args, **kwargs)`` that computes what modules of exactly that class do
+            and uses :func:`~gtp_dtensor.grouped_linear` for its weights, which are then gathered for that use only. The
+            weights of other modules that the library does not know stay gathered until their backward.
 
     Raises (when applied):
         ValueError: a mesh that is not 1-D, a pattern that matches nothing, a parameter that is sharded already or lies
@@ -85,6 +103,8 @@ class GTPStyle(ParallelStyle):
         replicate_mesh: DeviceMesh | None = None,
         optimizer_shard_mesh: DeviceMesh | None = None,
         is_expert: bool = False,
+        num_data_ranks: int | None = None,
+        forwards: Mapping[type[nn.Module], Forward] | None = None,
     ) -> None:
         super().__init__()
         if config is not None and not isinstance(config, GTPConfig):
@@ -93,14 +113,17 @@ class GTPStyle(ParallelStyle):
             raise TypeError("GTPStyle(modules=..., exclude=...) take a list of patterns, not one string")
         if min_numel < 0:
             raise ValueError(f"GTPStyle(min_numel={min_numel}): must not be negative")
-        if is_expert:
-            raise NotImplementedError("GTPStyle(is_expert=True) is not served by this release")
+        if num_data_ranks is not None and num_data_ranks < 1:
+            raise ValueError(f"GTPStyle(num_data_ranks={num_data_ranks}): must be 1 or more")
         self.config = config or GTPConfig()
         self.modules = modules
         self.exclude = tuple(exclude)
         self.min_numel = min_numel
         self.replicate_mesh = replicate_mesh
         self.optimizer_shard_mesh = optimizer_shard_mesh
+        self.is_expert = is_expert
+        self.num_data_ranks = num_data_ranks
+        self.forwards = dict(forwards or {})
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Called by ``parallelize_module``."""
@@ -114,9 +137,12 @@ class GTPStyle(ParallelStyle):
         if shard_mesh is not None and replicate_mesh is not None:
             replica_axis(self.replicate_mesh, "replicate_mesh", shard_mesh)
         if device_mesh.size() == 1 and shard_mesh is None and replicate_mesh is None:
-            return module  # off is off: parameters, random numbers and results stay bit-identical
+            # Off is off: parameters, random numbers and results stay bit-identical. But experts that no axis of theirs
+            # shares, since expert parallelism has spread them over all ranks, still get tokens of these ranks.
+            if not (self.is_expert and any(isinstance(entry[-1], DTensor) for entry in plan.entries)):
+                return module
         plan.check()
-        _Application(self, plan, domain_of(device_mesh, shard_mesh, replicate_mesh)).run()
+        _Application(self, plan, domain_of(device_mesh, shard_mesh, replicate_mesh, self.is_expert)).run()
         return module
 
     def __repr__(self) -> str:
@@ -173,20 +199,39 @@ class _Plan:
         # (module, its name, parameter name, the parameter's name below ``module``, its FQN, parameter); tied parameters
         # once for each owner
         self.entries: list[tuple[nn.Module, str, str, str, str, nn.Parameter]] = []
-        for owner_name, owner in module.named_modules():
+        self.modules = self._served_modules(style, module)
+        for owner_name, owner in self.modules.items():
             for name, param in owner._parameters.items():
                 if param is not None:
                     below = clean_fqn(f"{owner_name}.{name}" if owner_name else name)
                     self.entries.append((owner, clean_fqn(owner_name), name, below, clean_fqn(prefix) + below, param))
-        self.borrows = dict(_borrowed_children(module))
+        self.borrows = {m: names for m, names in _borrowed_children(module) if m in set(self.modules.values())}
         self.sharded = self._choose(style)
         self.tp: dict[int, TPLayout | None] = {}
         self.tp_mesh: DeviceMesh | None = None
 
+    @staticmethod
+    def _served_modules(style: GTPStyle, root: nn.Module) -> dict[str, nn.Module]:
+        """The modules below ``root``, itself included, that the style is for, by name: experts are not for a dense
+        style that follows theirs, and other modules not for a style of experts."""
+        modules = dict(root.named_modules())
+        if not style.is_expert:
+            return {name: module for name, module in modules.items() if not _is_taken_by_experts(module)}
+        if style.modules is None:
+            return modules
+        experts: set[nn.Module] = set()
+        for name, module in modules.items():
+            if _is_chosen(style.modules, clean_fqn(f"{name}.")[:-1], module):
+                experts.update(module.modules())
+        return {name: module for name, module in modules.items() if module in experts}
+
     def _choose(self, style: GTPStyle) -> set[int]:
         """ids of the parameters that are sharded. A tied parameter is, where any of its owners says so."""
+        names = {entry[1] for entry in self.entries}
+        if style.is_expert:  # whose patterns may name what contains the experts
+            names = {clean_fqn(f"{name}.")[:-1] for name, _ in self.module.named_modules()}
         for option, patterns, names in (
-            ("modules", () if callable(style.modules) else style.modules or (), {e[1] for e in self.entries}),
+            ("modules", () if callable(style.modules) else style.modules or (), names),
             ("exclude", style.exclude, {e[3] for e in self.entries}),
         ):
             for pattern in patterns:
@@ -201,18 +246,15 @@ class _Plan:
                 continue
             if any(fnmatch.fnmatchcase(below, pattern) for pattern in style.exclude):
                 continue
-            if callable(style.modules):
-                chosen = style.modules(module_name, module)
-            else:
-                chosen = style.modules is None or any(fnmatch.fnmatchcase(module_name, p) for p in style.modules)
-            if chosen:
+            if style.is_expert or style.modules is None or _is_chosen(style.modules, module_name, module):
                 sharded.add(id(param))
         return sharded
 
     def check(self) -> None:
         """Everything that can be refused is refused here."""
         if not self.entries:
-            raise ValueError(f"GTPStyle: {type(self.module).__name__} has no parameters to put on {self.axis}")
+            kind = "experts with " if self.style.is_expert else ""
+            raise ValueError(f"GTPStyle: {type(self.module).__name__} has no {kind}parameters to put on {self.axis}")
         for module, _, name, _, fqn, param in self.entries:
             what = f"{fqn} of shape {tuple(param.shape)}"
             self._check_module(module, what)
@@ -240,7 +282,8 @@ class _Plan:
         if STATE in module.__dict__:
             raise ValueError(
                 f"{what} was given to a GTPStyle before: apply one style to the root (its options modules= and "
-                "exclude= choose weights), or one to each of several modules that do not contain each other"
+                "exclude= choose weights), or one to each of several modules that do not contain each other; a style with "
+                "is_expert=True comes before the dense one"
             )
         if "forward" in module.__dict__:
             raise ValueError(
@@ -263,9 +306,11 @@ class _Plan:
             )
 
     def _find_tp_mesh(self) -> None:
-        """The tensor-parallel mesh of the whole model, so that all its parameters are stored on one mesh."""
+        """The model-parallel mesh of all experts, or of the whole model but for these: so that all parameters of one
+        style are stored on one mesh."""
         meshes = dict.fromkeys(layout.mesh for layout in self.tp.values() if layout is not None)
-        for param in self.root.parameters():
+        others = (m for m in self.root.modules() if not self.style.is_expert and not _is_taken_by_experts(m))
+        for param in (param for module in others for param in module._parameters.values()):
             if isinstance(param, DTensor) and param.device_mesh.ndim == 1 and id(param) not in self.tp:
                 if not set(param.device_mesh.mesh.tolist()) & set(self.mesh.mesh.tolist()) - {dist.get_rank()}:
                     meshes.setdefault(param.device_mesh)
@@ -295,6 +340,15 @@ class _Plan:
             )
 
 
+def _is_chosen(modules: ModuleFilter, name: str, module: nn.Module) -> bool:
+    """Whether ``modules`` (see :class:`GTPStyle`) means ``module``."""
+    return modules(name, module) if callable(modules) else any(fnmatch.fnmatchcase(name, p) for p in modules)
+
+
+def _is_taken_by_experts(module: nn.Module) -> bool:
+    return any(member.runtime.domain.is_expert for member in state_members(module))
+
+
 def _borrowed_children(root: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
     """Modules that read the parameters of children without calling them, with the names of those children."""
     containers = (nn.ParameterList, nn.ParameterDict)
@@ -319,7 +373,7 @@ class _Application:
         self.plan = plan
         self.domain = domain
         state = root_state(plan.root)
-        self.runtime = state.runtime_for(domain, style.config)
+        self.runtime = state.runtime_for(domain, style.config, style.num_data_ranks)
         self.storage = state.storage_for(domain, plan.tp_mesh)
         self.members: dict[int, ShardedWeight | SmallParam] = {}
         self.general: set[str] = set()  # classes with sharded weights whose computation we do not know
@@ -340,7 +394,7 @@ class _Application:
             children = [name for name in children if STATE in module.get_submodule(name).__dict__]
             if children:
                 self._state(module).borrows = children
-        for module in self.plan.module.modules():
+        for module in self.plan.modules.values():
             if STATE in module.__dict__:
                 self._change_class(module)
             if isinstance(module, nn.TransformerEncoderLayer):
@@ -352,9 +406,8 @@ class _Application:
 
     def _change_class(self, module: nn.Module) -> None:
         state: ModuleState = module.__dict__[STATE]
-        # Whether an autograd function of ours computes the module, so that no gathered weight is saved for backward.
-        explicit = has_explicit_forward(module) and "weight" in state.weights and not state.borrows
-        if state.weights and not explicit:
+        explicit = explicit_forward(module, self.style.forwards) if state.weights and not state.borrows else None
+        if state.weights and explicit is None:
             self.general.add(type(module).__name__)
         vectors_only = all(len(small.spec.shape) < 2 for small in state.smalls.values())
         state.is_simple = vectors_only and not (state.weights or state.borrows or isinstance(module, nn.RNNBase))
@@ -363,17 +416,23 @@ class _Application:
     def _convert(self, fqn: str, param: nn.Parameter) -> ShardedWeight | SmallParam:
         tp = self.plan.tp[id(param)]
         tp_local = self._source_values(param._local_tensor if tp is not None else param.detach())
-        config, transport = self.style.config, self.domain.transport
+        config, transport, replicas = self.style.config, self.domain.transport, self.domain.shard_transport
         if id(param) not in self.plan.sharded:
-            return SmallParam(self.runtime, 0, fqn, self._parameter(param, tp_local, tp, Replicate()), tp)
-        cut = RowCut(tp_local.shape[0], transport.size, config.pad_for_alignment or 1)
-        start, length = cut.rows_of(transport.rank)
-        rows = tp_local[start : start + length]
-        replicas = self.domain.shard_transport
-        if replicas is not None:
-            start, length = RowCut(length, replicas.size).rows_of(replicas.rank)
-            rows = rows[start : start + length]
-        return ShardedWeight(self.runtime, 0, fqn, self._parameter(param, rows.clone(), tp, Shard(0)), cut, tp)
+            whole = [Replicate()] * (1 if replicas is None else 2)
+            return SmallParam(self.runtime, 0, fqn, self._parameter(param, tp_local, tp, whole), tp)
+        layout = weight_layout(
+            tp_local.shape,
+            tp,
+            transport.size,
+            transport.rank,
+            None if replicas is None else replicas.size,
+            config.pad_for_alignment or 1,
+            self.style.is_expert,
+        )
+        rows = layout.stored_part(tp_local, transport.rank, 0 if replicas is None else replicas.rank)
+        cuts = [Shard(cut.dim) for cut in (layout.cut, layout.replica_cut) if cut is not None]
+        rows = rows.clone(memory_format=torch.contiguous_format)
+        return ShardedWeight(self.runtime, 0, fqn, self._parameter(param, rows, tp, cuts), layout)
 
     def _source_values(self, tp_local: torch.Tensor) -> torch.Tensor:
         """The values of the source rank of the data axes, so that the shards are parts of one logical weight."""
@@ -387,11 +446,11 @@ class _Application:
         return tp_local
 
     def _parameter(
-        self, old: nn.Parameter, local: torch.Tensor, tp: TPLayout | None, placement: Shard | Replicate
+        self, old: nn.Parameter, local: torch.Tensor, tp: TPLayout | None, placements: list[Shard | Replicate]
     ) -> nn.Parameter:
-        """``local`` as a registered parameter on the storage mesh; attributes that users set on ``old`` survive."""
+        """``local`` as a registered parameter on the storage mesh, with ``placements`` on the gtp and optimizer shard
+        axes; attributes that users set on ``old`` survive."""
         domain = self.domain
-        placements = (placement,) if domain.shard_mesh is None else (placement, placement)
         num_tp_axes = self.storage.ndim - len(placements) - (domain.replicate_mesh is not None)
         placements = (*((Replicate(),) * num_tp_axes if tp is None else tp.placements), *placements)
         if domain.replicate_mesh is not None:

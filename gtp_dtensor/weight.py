@@ -5,7 +5,7 @@
     shard            this rank's rows of it along the gtp axis
     stored rows      what the registered parameter, a DTensor, always, holds of the shard: all of it, or where an
                      optimizer shard axis cuts it further, this replica's part
-    compute shard    what is gathered: the stored rows themselves where they are the whole shard in the right dtype and
+    compute shard    what is gathered (on an axis of size 1: what is read): the stored rows themselves where they are the whole shard in the right dtype and
                      length, else a copy in ``param_dtype``, zero-padded to the length that all ranks send; rewritten
                      once an optimizer step
     gathered weight  the TP-local weight that a GEMM reads
@@ -32,7 +32,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from .layout import RowCut, TPLayout
+from .layout import WeightLayout
 from .modes import own_ops
 from .schedule import Kind
 from .transport import Transfer
@@ -146,27 +146,24 @@ class ShardedWeight:
     up again at each use, since ``load_state_dict(assign=True)`` or ``to_empty`` replace it.
     """
 
-    def __init__(
-        self, runtime: Runtime, index: int, fqn: str, param: nn.Parameter, cut: RowCut, tp: TPLayout | None
-    ) -> None:
+    def __init__(self, runtime: Runtime, index: int, fqn: str, param: nn.Parameter, layout: WeightLayout) -> None:
         self.runtime = runtime
         self.index = index
         self.fqn = fqn
+        self.role = role_of(fqn)
         self.param = param
         self.spec: DTensorSpec = param._spec
-        self.cut = cut
-        self.tp = tp
+        self.layout = layout
+        self.cut, self.replica_cut, self.tp = layout.cut, layout.replica_cut, layout.tp
+        cut, replicas = layout.cut, runtime.domain.shard_transport
         first, self.num_local_rows = cut.rows_of(runtime.transport.rank)  # of the shard
         self.first_stored_row, self.num_stored_rows = first, self.num_local_rows  # of the TP-local weight
-        replicas = runtime.domain.shard_transport
-        self.replica_cut: RowCut | None = None  # of the shard, over the optimizer shard axis
         if replicas is not None:
-            self.replica_cut = RowCut(self.num_local_rows, replicas.size)
             offset, self.num_stored_rows = self.replica_cut.rows_of(replicas.rank)
             self.first_stored_row += offset
-        self.tp_local_shape = torch.Size((cut.num_rows, *param._local_tensor.shape[1:]))
-        self.buffer_shape = torch.Size((cut.buffer_rows, *self.tp_local_shape[1:]))
-        self.send_shape = torch.Size((cut.padded, *self.tp_local_shape[1:]))
+        self.tp_local_shape = layout.tp_local_shape
+        self.buffer_shape = cut.resized(self.tp_local_shape, cut.buffer_rows)
+        self.send_shape = cut.resized(self.tp_local_shape, cut.padded)
         self.num_buffer_elements = self.buffer_shape.numel()
         self.is_buffer_exact = self.buffer_shape == self.tp_local_shape
         self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
@@ -174,7 +171,7 @@ class ShardedWeight:
         self.serial = -1  # unique in the domain, given by the runtime that adopts this
         self.num_writes = 0  # how often its values really changed
         self.generation = 0
-        self.gathered_bytes = self.num_buffer_elements * self.compute_dtype.itemsize
+        self.gathered_bytes = self._count_gathered_bytes()
         self.next_lease: Lease | None = None  # gathered ahead of its use
         self.kept_lease: Lease | None = None  # gathered for recompute, waiting for its backward use
         self._piece: torch.Tensor | None = None  # what this replica contributes to it
@@ -195,6 +192,10 @@ class ShardedWeight:
     @property
     def reduce_dtype(self) -> torch.dtype:
         return self.runtime.config.reduce_dtype or self.param.dtype
+
+    def _count_gathered_bytes(self) -> int:
+        """Of a gathered weight, beyond its compute shard."""
+        return 0 if self.runtime.transport.size == 1 else self.num_buffer_elements * self.compute_dtype.itemsize
 
     @property
     def wire_name(self) -> str:
@@ -218,7 +219,7 @@ class ShardedWeight:
         """The shard was, or may have been, written: leases and the compute shard of before are void."""
         self._remember_versions()
         self.generation += 1
-        self.gathered_bytes = self.num_buffer_elements * self.compute_dtype.itemsize
+        self.gathered_bytes = self._count_gathered_bytes()
         self.compute_shard = None
         self.drop_leases()
 
@@ -283,14 +284,18 @@ class ShardedWeight:
             self._copy = torch.zeros(self.send_shape, dtype=dtype, device=local.device)
         self.compute_shard = self._copy
         if is_whole:
-            rows = self._copy if local.shape == self.send_shape else self._copy[: self.num_local_rows]
-            return rows, local.detach()
-        num_rows = self.replica_cut.padded
-        if local.dtype == dtype and local.shape[0] == num_rows and local.is_contiguous():
+            return self._shard_rows(), local.detach()
+        cut = self.replica_cut
+        piece_shape = cut.resized(local.shape, cut.padded)
+        if local.dtype == dtype and local.shape == piece_shape and local.is_contiguous():
             self._piece = local.detach()
             return None
-        self._piece = local.new_empty((num_rows, *local.shape[1:]), dtype=dtype)
-        return self._piece[: self.num_stored_rows], local.detach()
+        self._piece = local.new_empty(piece_shape, dtype=dtype)
+        return cut.first(self._piece, self.num_stored_rows), local.detach()
+
+    def _shard_rows(self) -> torch.Tensor:
+        """The shard in the copy, without its padding: a view."""
+        return self.cut.first(self._copy, self.num_local_rows)
 
     def collect_pieces(self) -> None:
         """Start gathering the replicas' pieces into the compute shard."""
@@ -299,11 +304,11 @@ class ShardedWeight:
             return
         cut = self.replica_cut
         if cut.buffer_rows == cut.num_rows:
-            rows = self._copy[: cut.num_rows]
+            rows = self._shard_rows()
         else:
-            rows = piece.new_empty((cut.buffer_rows, *piece.shape[1:]))
+            rows = piece.new_empty(cut.resized(piece.shape, cut.buffer_rows))
         with own_ops(self.fqn, "refresh gather"):
-            self._pieces = self.runtime.domain.shard_transport.all_gather(rows, piece)
+            self._pieces = self.runtime.domain.shard_transport.all_gather(rows, piece, cut.dim)
 
     def _await_pieces(self) -> None:
         """The compute shard is complete when what the current stream does next begins."""
@@ -311,9 +316,9 @@ class ShardedWeight:
             return
         pieces, self._pieces = self._pieces, None
         pieces.wait()
-        rows = pieces.tensors[0]
-        if rows.shape[0] != self.num_local_rows:
-            self._copy[: self.num_local_rows] = rows[: self.num_local_rows]
+        rows, cut = pieces.tensors[0], self.replica_cut
+        if rows.shape[cut.dim] != cut.num_rows:
+            self._shard_rows().copy_(cut.unpack(rows))
         pieces.release()
 
     def check_copy(self) -> None:
@@ -321,9 +326,11 @@ class ShardedWeight:
         if self.compute_shard is None or self.compute_shard is not self._copy:
             return
         self._await_pieces()
-        local = self.param._local_tensor
-        start = self.first_stored_row - self.cut.rows_of(self.runtime.transport.rank)[0]
-        if not torch.equal(self._copy[start : start + self.num_stored_rows], local.to(self._copy.dtype)):
+        local, stored = self.param._local_tensor, self._shard_rows()
+        if self.replica_cut is not None:
+            cut = self.replica_cut
+            stored = stored.narrow(cut.dim, *cut.rows_of(self.runtime.domain.shard_transport.rank))
+        if not torch.equal(stored, local.to(stored.dtype)):
             raise RuntimeError(
                 f"{self.fqn}: illegal transition of the compute shard from 'stale' to 'gathered': the parameter was "
                 "written without a signal; call gtp_dtensor.refresh(model) after writing into parameters by hand"
@@ -335,8 +342,20 @@ class ShardedWeight:
         """Issue a gather of the (fresh) compute shard."""
         with own_ops(self.fqn, "gather", kind):
             self._await_pieces()
-            shard = self.compute_shard
-            buffer = shard.new_empty(self.buffer_shape)
-            transfer = self.runtime.transport.all_gather(buffer, shard)
+            shard, transport = self.compute_shard, self.runtime.transport
+            if transport.size == 1:
+                buffer, transfer = shard, Transfer.done()
+            else:
+                buffer = shard.new_empty(self.buffer_shape)
+                transfer = transport.all_gather(buffer, shard, self.cut.dim)
         self.counters.gather_bytes += self.gathered_bytes
         return Lease(self, kind, buffer, transfer, prefetched)
+
+
+def role_of(fqn: str) -> str:
+    """What a weight is in its block: its name without the block's number ("layers.*.moe.experts.w1")."""
+    segments = fqn.split(".")
+    place = next((place for place, segment in enumerate(segments) if segment.isdigit()), None)
+    if place is not None:
+        segments[place] = "*"
+    return ".".join(segments)

@@ -140,8 +140,6 @@ def test_configuration(options, message):
 def test_what_is_not_served_yet_says_so(options):
     with pytest.raises(NotImplementedError, match="not served by this release"):
         GTPConfig(**options)
-    with pytest.raises(NotImplementedError, match="is_expert"):
-        GTPStyle(is_expert=True)
 
 
 def test_style_arguments():

@@ -26,6 +26,20 @@ _GATHER = "_allgather_base" if hasattr(dist.ProcessGroup, "_allgather_base") els
 _REDUCE = "_reduce_scatter_base" if hasattr(dist.ProcessGroup, "_reduce_scatter_base") else "reduce_scatter_single"
 
 
+class _Enqueued:
+    """In place of a collective's work handle, on an axis of size 1: what the current stream was given so far."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, device_index: int | None) -> None:
+        self._event = None if device_index is None else torch.cuda.current_stream(device_index).record_event()
+
+    def wait(self) -> None:
+        """Order the current stream after it."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
 class Transfer:
     """One collective in flight, with the tensors it reads and writes, which must outlive it.
 
@@ -36,7 +50,7 @@ class Transfer:
 
     def __init__(
         self,
-        work: dist.Work,
+        work: dist.Work | _Enqueued,
         home: tuple | None,
         tensors: tuple[torch.Tensor, ...],
         sum_parts: Callable[[], None] | None = None,
@@ -46,6 +60,11 @@ class Transfer:
         self._sum = sum_parts
         self._is_done = False
         self.tensors = tensors
+
+    @classmethod
+    def done(cls, *tensors: torch.Tensor) -> Transfer:
+        """Nothing has to move: readers of ``tensors`` are ordered by the stream that wrote them."""
+        return cls(_Enqueued(None), None, tensors)
 
     def wait(self) -> None:
         """Order what the current stream (on a CPU: the caller) does next after the transfer."""
@@ -109,18 +128,39 @@ class CollectiveTransport:
     def _home(self) -> tuple | None:
         return None if self._device_index is None else current_stream(self._device_index)
 
-    def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor) -> Transfer:
-        """Start filling ``buffer`` (size * n, ...) from every rank's ``shard`` (n, ...), in rank order."""
-        return Transfer(getattr(self.gather_group, _GATHER)(buffer, shard), self._home(), (buffer, shard))
+    def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, dim: int = 0) -> Transfer:
+        """Start filling ``buffer`` from every rank's ``shard``, which has 1/size of its rows along ``dim``, in rank
+        order. Both are contiguous; where ``dim`` is 1, each of their parts along dim 0 is, and all of them travel as
+        one coalesced collective."""
+        if self.size == 1:
+            buffer.copy_(shard)
+            return Transfer(_Enqueued(self._device_index), self._home(), (buffer, shard))
+        if dim == 0:
+            return Transfer(getattr(self.gather_group, _GATHER)(buffer, shard), self._home(), (buffer, shard))
+        work = self.gather_group.allgather_into_tensor_coalesced(list(buffer.unbind()), list(shard.unbind()))
+        return Transfer(work, self._home(), (buffer, shard))
 
-    def reduce_scatter(self, out: torch.Tensor, buffer: torch.Tensor, fp32_sum: bool = False) -> Transfer:
-        """Start summing ``buffer`` (size * n, ...) over the axis; this rank's rows arrive in ``out`` (n, ...).
+    def reduce_scatter(self, out: torch.Tensor, buffer: torch.Tensor, fp32_sum: bool = False, dim: int = 0) -> Transfer:
+        """Start summing ``buffer`` over the axis; this rank's rows, 1/size of those along ``dim``, arrive in ``out``.
 
         With ``fp32_sum`` rows are exchanged by all-to-all in the dtype of ``buffer`` and summed here, when the transfer
         is first waited for, in the dtype of ``out`` (float32) and in rank order.
         """
-        if not fp32_sum:
-            return Transfer(getattr(self.reduce_group, _REDUCE)(out, buffer), self._home(), (out, buffer))
+        if self.size == 1:
+            out.copy_(buffer)
+            return Transfer(_Enqueued(self._device_index), self._home(), (out, buffer))
+        if fp32_sum:
+            return self._exchange_and_sum(out, buffer, dim)
+        if dim == 0:
+            work = getattr(self.reduce_group, _REDUCE)(out, buffer)
+        else:
+            work = self.reduce_group.reduce_scatter_tensor_coalesced(list(out.unbind()), list(buffer.unbind()))
+        return Transfer(work, self._home(), (out, buffer))
+
+    def _exchange_and_sum(self, out: torch.Tensor, buffer: torch.Tensor, dim: int) -> Transfer:
+        if dim:
+            parts = buffer.unflatten(dim, (self.size, out.shape[dim]))
+            buffer = parts.movedim(dim, 0).contiguous()  # what each rank gets, in one piece
         scratch = torch.empty_like(buffer)
         work = dist.all_to_all_single(scratch, buffer, group=self.reduce_group, async_op=True)
 
@@ -131,6 +171,8 @@ class CollectiveTransport:
 
     def all_reduce(self, buffer: torch.Tensor) -> None:
         """Sum ``buffer`` in place over the axis, ordered on the current stream."""
+        if self.size == 1:
+            return
         dist.all_reduce(buffer, group=self.reduce_group)
 
     def start_all_reduce(self, buffer: torch.Tensor) -> Transfer:
