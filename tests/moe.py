@@ -129,7 +129,7 @@ class ExpertParallel(ParallelStyle):
         rows = wait_tensor(all_to_all_single_autograd(rows, received, sent, group))
         # From (rank, expert) to (expert, rank) order.
         num_local = theirs.numel() // size
-        owners = torch.arange(theirs.numel()).remainder(num_local).repeat_interleave(theirs)
+        owners = torch.arange(theirs.numel(), device=theirs.device).remainder(num_local).repeat_interleave(theirs)
         order = owners.argsort(stable=True)
         self._state = sent, received, order
         return rows[order], theirs.view(size, num_local).sum(0)

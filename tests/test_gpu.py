@@ -12,6 +12,7 @@ from gtp_dtensor.transport.collective import CollectiveTransport, Transfer
 from gtp_dtensor.weight import Lease
 from tests.harness import ranks
 from tests.models import MLP, MODEL_CASES, TinyLlama
+from tests.moe import MoEModel
 from tests.reference import (
     build_pair,
     full_parameters,
@@ -20,6 +21,8 @@ from tests.reference import (
     replica_options,
     train_beside_reference,
 )
+from tests.test_experts import check_grouped_gemm, expert_members, grids
+from tests.test_experts import shard as shard_with_experts
 from tests.test_parity import _llama_tp_plan
 
 on_gpu = ranks(4, device="cuda", timeout=120, group_timeout=60)
@@ -137,6 +140,33 @@ def test_weight_gradients_are_not_rounded_to_bf16(mesh, rank, world_size, device
     assert error < 1e-5  # bfloat16 would give 1e-3
 
 
+@on_gpu
+@pytest.mark.parametrize("ep, egtp, gtp, num_experts", [(2, 2, 4, 4), (1, 4, 2, 6), (4, 1, 2, 4)])
+def test_experts(rank, world_size, device, ep, egtp, gtp, num_experts):
+    """Whole experts over egtp; features of each (6 experts on 4 ranks); all of them over ep."""
+    model, reference = build_pair(lambda: MoEModel(3, num_experts=num_experts).to(device))
+    shard_with_experts(model, *grids(world_size, gtp, egtp, ep, device_type="cuda"))
+    assert {member.cut.dim for member in expert_members(model)} == {int(num_experts == 6)}
+    train_beside_reference(
+        model,
+        reference,
+        lambda step: torch.randn(8, 5, 8, generator=torch.Generator().manual_seed(step)).to(device),
+        rank=rank,
+        world_size=world_size,
+        num_microbatches=2,
+        rtol=RTOL,
+        syncs_last_only=True,
+    )
+    s = stats(model)
+    assert s.num_pending == 0 and s.live_lease_bytes == 0
+    assert all(member.counters.num_reductions > 0 for member in expert_members(model))
+
+
+@on_gpu
+def test_grouped_gemm(mesh, rank, device):
+    check_grouped_gemm(mesh, rank, device)
+
+
 # ---- missing waits
 
 
@@ -216,6 +246,35 @@ def test_no_wait_is_missing(rank, world_size, device, what, param_dtype, replica
     expected = _weights_after_steps(rank, world_size, device, config, replicas)
     with poisoned_memory(), slow(what, rank):
         weights = _weights_after_steps(rank, world_size, device, config, replicas)
+    for name, value in weights.items():
+        assert torch.isfinite(value).all() and torch.equal(value, expected[name]), name
+
+
+def _expert_weights_after_steps(rank, world_size, device, num_experts, ep, egtp):
+    torch.manual_seed(0)
+    model = MoEModel(3, num_experts=num_experts).to(device)
+    shard_with_experts(model, *grids(world_size, 4, egtp, ep, device_type="cuda"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.randn(16, 5, 8, generator=torch.Generator().manual_seed(step)).to(device)
+        mean_square(model(local_slice(x, rank, world_size))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+@on_gpu
+@pytest.mark.parametrize("num_experts, ep, egtp", [(4, 2, 2), (6, 1, 4)])
+@pytest.mark.parametrize("what", ["gather", "reduce", "compute"])
+def test_no_wait_is_missing_for_experts(rank, world_size, device, what, num_experts, ep, egtp):
+    """Gathers issued a block ahead; the second case gathers features, as one coalesced collective."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # sums of routed rows
+    try:
+        expected = _expert_weights_after_steps(rank, world_size, device, num_experts, ep, egtp)
+        with poisoned_memory(), slow(what, rank):
+            weights = _expert_weights_after_steps(rank, world_size, device, num_experts, ep, egtp)
+    finally:
+        torch.use_deterministic_algorithms(False)
     for name, value in weights.items():
         assert torch.isfinite(value).all() and torch.equal(value, expected[name]), name
 
