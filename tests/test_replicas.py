@@ -18,7 +18,7 @@ from gtp_dtensor import (
     stats,
 )
 from tests.harness import ranks
-from tests.models import MLP, MODEL_CASES, TinyLlama
+from tests.models import MLP, MODEL_CASES, TinyLlama, WithConv
 from tests.reference import (
     assert_close_to_reference,
     build_pair,
@@ -450,3 +450,25 @@ def test_replicas_are_reached_under_the_backward(rank, monkeypatch, kind):
     model(torch.randn(2, 16)).square().mean().backward()
     assert events.count("gtp") == events.count("replicas") == 5
     assert events[:2] == ["gtp", "gtp"] and events[2:8] == ["replicas", "gtp"] * 3
+
+
+@ranks(2)
+@pytest.mark.parametrize("param_dtype", [None, torch.float32])
+def test_what_a_graph_saved_on_an_axis_of_size_one_stays(rank, world_size, param_dtype):
+    """Nothing is gathered there, and the compute shard is rewritten in place while a graph still needs its values."""
+    mesh, options = replica_mesh(dps=2, gtp=1)
+    model, reference = build_pair(lambda: WithConv().double())
+    parallelize_module(model, mesh["gtp"], GTPStyle(GTPConfig(param_dtype=param_dtype), min_numel=0, **options))
+    assert stats(model).num_sharded_weights == 2
+    x, theirs = (torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(rank)).double() for _ in range(2))
+    x.requires_grad_()
+    theirs.requires_grad_()
+    loss = model(x).double().square().mean()
+    with torch.no_grad():
+        model.conv.weight.mul_(3)
+        changed = model(x)
+    assert not torch.allclose(changed.double(), reference(theirs), rtol=0.1)  # the shard was rewritten
+    loss.backward()
+    reference(theirs).square().mean().backward()
+    assert_close_to_reference(x.grad, theirs.grad, "gradient of the input", EXACT if param_dtype is None else 1e-5)
+    assert stats(model).gather_bytes == 0 and stats(model).live_lease_bytes == 0
