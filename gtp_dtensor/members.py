@@ -134,6 +134,10 @@ class RootState:
             known = self._storage[domain] = (mesh, tp_mesh)
         return known[0]
 
+    def expert_storages(self) -> list[DeviceMesh]:
+        """The meshes that experts are stored on."""
+        return [mesh for domain, (mesh, _) in self._storage.items() if domain.is_expert]
+
     def runtime_for(self, domain: Domain, config: GTPConfig, num_data_ranks: int | None) -> Runtime:
         """The runtime of this axis and these settings; made on first use."""
         for runtime in self.runtimes:

@@ -373,6 +373,7 @@ class _Application:
         self.plan = plan
         self.domain = domain
         state = root_state(plan.root)
+        self.expert_storages = [] if domain.is_expert else state.expert_storages()
         self.runtime = state.runtime_for(domain, style.config, style.num_data_ranks)
         self.storage = state.storage_for(domain, plan.tp_mesh)
         self.members: dict[int, ShardedWeight | SmallParam] = {}
@@ -474,6 +475,25 @@ class _Application:
                 len(self.members) - len(weights),
                 f"; what {', '.join(sorted(self.general))} save for backward stays gathered" if self.general else "",
             )
+            for mesh in self.expert_storages:
+                if mesh.size() != self.storage.size():
+                    self._warn_of_other_ranks(mesh)
+
+    def _warn_of_other_ranks(self, experts: DeviceMesh) -> None:
+        """Replicas that a style was not told of would each train experts of their own."""
+        of_experts, of_others = (
+            " x ".join(f"{name} {size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape))
+            for mesh in (experts, self.storage)
+        )
+        logger.warning(
+            "GTP: the axes of the routed experts (%s) have %d ranks and those of the other weights (%s) %d. Gradients of "
+            "experts are summed over their own axes only: right where other ranks hold other experts in modules of their "
+            "own; else name the missing axis in optimizer_shard_mesh= or replicate_mesh= of the style with is_expert=True",
+            of_experts,
+            experts.size(),
+            of_others,
+            self.storage.size(),
+        )
 
 
 def parallelize_module(

@@ -1,5 +1,7 @@
 """Routed experts on axes of their own, beside dense weights on others."""
 
+import logging
+
 import pytest
 import torch
 import torch.nn as nn
@@ -393,3 +395,21 @@ def test_bad_input(rank, world_size):
     parallelize_module(late, dense["gtp"], GTPStyle(min_numel=0))
     with pytest.raises(ValueError, match="is_expert=True comes before the dense one"):
         parallelize_module(late, experts["egtp"], style)
+
+
+@ranks(4)
+def test_a_forgotten_axis_of_the_experts_is_told(rank, world_size):
+    dense, dense_options, experts, expert_options = grids(world_size, 4, 2)
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("gtp_dtensor.style")
+    logger.addHandler(handler)
+    try:
+        shard(MoEModel(1), dense, dense_options, experts, expert_options)
+        assert not records
+        shard(MoEModel(1), dense, dense_options, experts, {})
+    finally:
+        logger.removeHandler(handler)
+    assert len(records) == (rank == 0)
+    assert rank or "experts (egtp 2) have 2 ranks and those of the other weights (gtp 4) 4" in records[0]
