@@ -412,7 +412,7 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, ids, param, weight: ShardedWeight, padding_idx: int, scale_by_freq: bool, kind: Kind):
-        lease = weight.runtime.acquire(weight, kind)
+        lease = weight.runtime.acquire(weight, kind, may_keep=False)
         y = F.embedding(ids, lease.read())
         weight.runtime.release(lease)
         ctx.weight, ctx.param = weight, param
@@ -445,7 +445,7 @@ class _TPEmbedding(torch.autograd.Function):
     def forward(ctx: FunctionCtx, ids, param, weight: ShardedWeight, padding_idx: int, scale_by_freq: bool, kind: Kind):
         tp = weight.tp
         local_ids = ids._local_tensor if isinstance(ids, DTensor) else ids
-        lease = weight.runtime.acquire(weight, kind)
+        lease = weight.runtime.acquire(weight, kind, may_keep=False)
         table = lease.read()._local_tensor
         (tp_placement,) = tp.placements
         if tp_placement == Shard(0):

@@ -167,17 +167,11 @@ def storage_mesh(
     """The mesh that parameters are stored on, its axes in cutting order: (replicate, all of ``tp_mesh``, gtp, optimizer
     shard), those that are there.
 
-    Built from the existing process groups, so it costs no communicator. Collective over all axes but the last.
+    Built from the existing process groups, so it costs no communicator. Collective over all axes.
 
     Raises:
-        ValueError: the ranks of the tp axis do not ascend, or the axes do not form a grid.
+        ValueError: the axes do not form one grid, or ranks do not ascend along its lines; on all ranks alike.
     """
-    for ranks, group in [] if tp_mesh is None else _lines(tp_mesh):
-        if ranks != dist.get_process_group_ranks(group):
-            raise ValueError(
-                f"the ranks of mesh axes {tp_mesh.mesh_dim_names} must ascend and are {ranks}: build the mesh with ascending "
-                "ranks along its tensor-parallel axes"
-            )
     defaults = {"replicate": replicate_mesh, "tp": tp_mesh, "gtp": gtp_mesh, "optimizer_shard": shard_mesh}
     axes = []
     for default, mesh in defaults.items():
@@ -191,8 +185,16 @@ def storage_mesh(
     for group in reversed(groups[:-1]):
         grid = torch.stack(_grids_of_peers(grid, group, gtp_mesh.device_type))
     names = tuple(name for name, _ in axes)
-    if grid.unique().numel() != grid.numel() or dist.get_rank() not in grid:
-        raise ValueError(f"the mesh axes {names} do not form a grid of ranks: {grid.tolist()}")
+    lines = [] if tp_mesh is None else _lines(tp_mesh)
+    descending = [ranks for ranks, group in lines if ranks != dist.get_process_group_ranks(group)]
+    is_good = grid.unique().numel() == grid.numel() and dist.get_rank() in grid and not descending
+    if not _all_agree(grid, is_good, groups, gtp_mesh.device_type):
+        raise ValueError(
+            f"mesh axes {names} do not form one grid of ranks in which the ranks of each line ascend (torch sorts the ranks of "
+            f"a process group). Rank {dist.get_rank()} finds {grid.tolist()}"
+            + "".join(f", and the line {ranks} of the mesh" for ranks in descending)
+            + ": build the meshes with ascending ranks along their axes"
+        )
     if len(set(names)) != len(names):
         raise ValueError(f"two of the mesh axes {names} have the same name: name them apart")
     mesh = DeviceMesh.from_group(
@@ -204,6 +206,16 @@ def storage_mesh(
     expected = tuple(group.rank() for group in groups)
     assert tuple(mesh.get_coordinate()) == expected, "a rank's coordinate must be its rank in the group of each axis"
     return mesh
+
+
+def _all_agree(grid: torch.Tensor, is_good: bool, groups: list[dist.ProcessGroup], device_type: str) -> bool:
+    """Whether every rank has the same ``grid`` and finds it good."""
+    real = [group for group in groups if group.size() > 1 and dist.get_backend(group) != "fake"]
+    for group in [*real, *real]:  # twice: what one rank finds reaches the others by way of all axes
+        mine = torch.cat([grid.flatten(), grid.new_tensor([is_good])])
+        for peer in _grids_of_peers(mine, group, device_type):
+            is_good = is_good and torch.equal(peer[:-1], mine[:-1]) and bool(peer[-1])
+    return is_good
 
 
 def _lines(mesh: DeviceMesh) -> list[tuple[list[int], dist.ProcessGroup]]:

@@ -512,7 +512,8 @@ class Runtime:
             runtime = this()
             if runtime is not None:
                 _refuse_replaced_params(optimizer)
-                if runtime.reducer.num_pending and not in_backward():
+                # Another model's step, which may be other ranks' too, must not bring out what is kept back here.
+                if runtime.reducer.num_pending and not in_backward() and runtime._is_stepped_by(optimizer):
                     runtime.finalize()
 
         def after(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
@@ -522,6 +523,10 @@ class Runtime:
 
         for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
             weakref.finalize(self, handle.remove)
+
+    def _is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        mine = {id(member.param) for member in (*self.live_weights(), *self.live_smalls())}
+        return any(id(param) in mine for group in optimizer.param_groups for param in group["params"])
 
     def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
         by_id = {id(weight.param): weight for weight in self.live_weights()}

@@ -463,10 +463,10 @@ class _Application:
         return new
 
     def _report(self) -> None:
-        """A missing axis must not silently mean "not sharded": say what was done, once, on the first rank."""
+        """A missing axis must not silently mean "not sharded": say what was done, once, on the model's first rank."""
         weights = [m for m in self.members.values() if isinstance(m, ShardedWeight)]
         numel = sum(w.spec.shape.numel() for w in weights)
-        if dist.get_rank() == 0:
+        if not any(self.storage.get_coordinate()):
             logger.info(
                 "GTP: %d weights (%s elements) sharded over %s, %d parameters whole%s",
                 len(weights),

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 VOCAB = 37  # not a multiple of any number of ranks
 
@@ -114,6 +115,54 @@ class TinyLlama(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.output(self.norm(x))
+
+
+class PredictionModule(nn.Module):
+    """What one more token ahead costs in DeepSeek's multi-token prediction: the hidden state and the embedding of the
+    next token, each normed, are projected together and go through one block."""
+
+    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.hidden_norm = nn.RMSNorm(dim)
+        self.embedding_norm = nn.RMSNorm(dim)
+        self.projection = nn.Linear(2 * dim, dim, bias=False)
+        self.block = Block(dim, num_heads, num_kv_heads, hidden)
+
+    def forward(self, x: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Both (batch, length, dim) -> the same."""
+        return self.block(self.projection(torch.cat([self.hidden_norm(x), self.embedding_norm(embedded)], -1)))
+
+
+class MultiTokenLlama(TinyLlama):
+    """Predicts the next token and, by a :class:`PredictionModule` each, further ones: all share embedding and head.
+
+    Args:
+        num_ahead: predictions beside the next token's.
+        recompute: "no", or how prediction modules are recomputed: "reentrant" or "nonreentrant".
+        kwargs: see :class:`TinyLlama`.
+    """
+
+    def __init__(self, num_ahead: int = 2, recompute: str = "no", **kwargs) -> None:
+        super().__init__(**kwargs)
+        dim, hidden = self.output.in_features, self.layers[0].feed_forward.w1.out_features
+        self.ahead = nn.ModuleList(PredictionModule(dim, 4, 2, hidden) for _ in range(num_ahead))
+        self.recompute = recompute
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 (batch, length) -> logits (batch, 1 + num_ahead, length - num_ahead, vocab)."""
+        length = tokens.shape[1] - len(self.ahead)
+        x = self.tok_embeddings(tokens[:, :length])
+        for layer in self.layers:
+            x = layer(x)
+        logits = [self.output(self.norm(x))]
+        for number, module in enumerate(self.ahead, start=1):
+            embedded = self.tok_embeddings(tokens[:, number : number + length])
+            if self.recompute == "no":
+                x = module(x, embedded)
+            else:
+                x = checkpoint(module, x, embedded, use_reentrant=self.recompute == "reentrant")
+            logits.append(self.output(self.norm(x)))
+        return torch.stack(logits, 1)
 
 
 class WithMultiheadAttention(nn.Module):

@@ -223,11 +223,16 @@ def test_pipeline_stages_hold_other_parameters(norm_type):
 
 
 @ranks(4)
-def test_groups_that_would_count_twice_are_refused(rank):
+def test_groups_over_ranks_of_a_mesh_count_once_and_others_are_refused(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "gtp"))
     mine = [parameter(torch.ones(4, 4), mesh, (S0, S0))]
-    with pytest.raises(ValueError, match=r"has ranks \[\d\] in common with a mesh.*counted more than once"):
-        clip_grad_norm_(mine, 1.0, groups=[mesh.get_group("gtp")])
+    alone = [torch.nn.Parameter(torch.ones(3))]
+    alone[0].grad = torch.full((3,), float(rank))
+    for group in (mesh.get_group("gtp"), dist.group.WORLD):
+        assert clip_grad_norm_(mine, float("inf"), groups=[group]) == clip_grad_norm_(mine, float("inf"))
+    # Plain tensors are each rank's own.
+    norm = clip_grad_norm_(mine + alone, float("inf"), groups=[dist.group.WORLD])
+    torch.testing.assert_close(norm, (clip_grad_norm_(mine, float("inf")) ** 2 + 3 * (1 + 4 + 9)).sqrt())
     with pytest.raises(TypeError, match="takes process groups .*got DeviceMesh"):
         count_zero_grads(mine, [mesh["gtp"]])
     other = (rank + 1) % 4

@@ -109,10 +109,10 @@ def _holders(parameters: list[torch.Tensor], caller: str) -> list[_Holders]:
             local = _owned(parameter.grad, caller) if mesh is not None else _local(parameter.grad)
             if local is not None and local.numel():
                 by_mesh[mesh].local.append(local)
-    return list(by_ranks.values())
+    return list(by_ranks.values()) or [_Holders(frozenset(), [])]
 
 
-def _check_groups(groups: Sequence[dist.ProcessGroup], holders: list[_Holders], caller: str) -> None:
+def _check_groups(groups: Sequence[dist.ProcessGroup], caller: str) -> None:
     for group in groups:
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
@@ -120,15 +120,6 @@ def _check_groups(groups: Sequence[dist.ProcessGroup], holders: list[_Holders], 
             )
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"{caller}: groups= takes process groups (mesh.get_group()), got {type(group).__name__}")
-        ranks = dist.get_process_group_ranks(group)
-        for one in holders:
-            shared = one.ranks.intersection(ranks) - {dist.get_rank()}
-            if shared:
-                raise ValueError(
-                    f"{caller}: the group of ranks {ranks} given in groups= has ranks {sorted(shared)} in common with a mesh "
-                    "of the parameters, whose gradients would be counted more than once: give only groups of ranks that hold "
-                    "other parameters"
-                )
 
 
 def _device(parameters: list[torch.Tensor], groups: Sequence[dist.ProcessGroup], caller: str) -> torch.device:
@@ -167,10 +158,19 @@ def _over_ranks(
         combined = combine(_gather([values[index] for index in indices], group))
         for index, value in zip(indices, combined.unbind()):
             values[index] = value
-    total = combine(torch.stack(values).unsqueeze(1))
+    rank = dist.get_rank() if dist.is_initialized() else 0
     for group in filter(_spans, groups):
-        total = combine(_gather([total[0]], group))
-    return total[0]
+        members = set(dist.get_process_group_ranks(group))
+        # All ranks of a mesh have its value by now: one of those in the group brings it in.
+        speaks = [min(members & (one.ranks | {rank})) == rank for one in holders]
+        brought = [value if own else torch.zeros_like(value) for value, own in zip(values, speaks)]
+        values = [combine(_gather([_combined(brought, combine)], group))[0]]
+        holders = [_Holders(frozenset(), [])]
+    return _combined(values, combine)
+
+
+def _combined(values: list[torch.Tensor], combine: Combine) -> torch.Tensor:
+    return combine(torch.stack(values).unsqueeze(1))[0]
 
 
 def _power_sum(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
@@ -210,16 +210,16 @@ def clip_grad_norm_(
         norm_type: p of the p-norm, ``float("inf")`` for the largest magnitude.
         error_if_nonfinite: raise where the norm is not finite (the host waits for the norm). Otherwise a norm that is
             not finite makes gradients NaN, as torch's function does, unless ``max_norm`` is infinite.
-        groups: further process groups over whose ranks other parameters of the same model live: pipeline stages.
-            Several of them have to form a grid. All their ranks call, those without parameters too.
+        groups: further process groups over whose ranks other parameters of the same model live: pipeline stages, or
+            ranks of another mesh, of one of each or of all of them. Several groups have to form a grid. All their ranks
+            call, those without parameters too.
 
     Returns:
         A 0-dim tensor on the parameters' device, float32; float64 where one of this rank's parameters is.
 
     Raises:
         ValueError: a gradient is a DTensor with a pending (Partial) sum or on another mesh than its parameter; a group
-            does not contain this rank, or shares others with a mesh; ``norm_type`` is not positive; ``max_norm``
-            negative.
+            does not contain this rank; ``norm_type`` is not positive; ``max_norm`` negative.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; on all ranks alike.
     """
     caller = "clip_grad_norm_"
@@ -230,9 +230,9 @@ def clip_grad_norm_(
         raise ValueError(f"{caller}: max_norm={max_norm} must not be negative")
     parameters = _as_list(parameters)
     holders = _holders(parameters, caller)
-    _check_groups(groups, holders, caller)
+    _check_groups(groups, caller)
     device = _device(parameters, groups, caller)
-    values = [_power_sum(one.local, norm_type, device) for one in holders] or [_power_sum([], norm_type, device)]
+    values = [_power_sum(one.local, norm_type, device) for one in holders]
     is_max = math.isinf(norm_type)
     total = _over_ranks(values, holders, groups, (lambda t: t.amax(0)) if is_max else (lambda t: t.sum(0)))
     if not is_max:
@@ -277,8 +277,8 @@ def count_zero_grads(
     caller = "count_zero_grads"
     parameters = _as_list(parameters)
     holders = _holders(parameters, caller)
-    _check_groups(groups, holders, caller)
+    _check_groups(groups, caller)
     device = _device(parameters, groups, caller)
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    values = [sum(((g == 0).sum() for g in one.local), zero) for one in holders] or [zero]
+    values = [sum(((g == 0).sum() for g in one.local), zero) for one in holders]
     return _over_ranks(values, holders, groups, lambda t: t.sum(0))

@@ -202,11 +202,22 @@ def _sibling_group(group: dist.ProcessGroup, device: torch.device, name: str) ->
     if backend == "fake" or group.size() == 1:
         return group
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if backend == "nccl" else None
-    return dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=group_timeout(group, device),
-        backend=backend,
-        pg_options=options,
-        use_local_synchronization=True,  # only the members take part: other axes of the mesh may not apply GTP
+    c10d, members = dist.distributed_c10d, dist.get_process_group_ranks(group)
+    # dist.new_group() would involve all ranks of the world, or else name the group by how many groups this rank belongs
+    # to: where its peers belong to others beside (a bridge, a pipeline's ends), they would wait for each other forever.
+    prefix = f"{group.group_name}:{name}:"
+    number = sum(known.startswith(prefix) for known in c10d._world.pg_names.values())
+    backend = dist.Backend(backend)
+    sibling, _ = c10d._new_process_group_helper(
+        group.size(),
+        group.rank(),
+        members,
+        backend,
+        c10d._get_default_store(),
+        f"{prefix}{number}",
+        backend_options=options,
+        timeout=group_timeout(group, device) or c10d._get_default_timeout(backend),
         group_desc=name,
     )
+    c10d._world.pg_group_ranks[sibling] = {rank: place for place, rank in enumerate(members)}
+    return sibling
