@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import gtp_dtensor.weight
@@ -413,3 +413,29 @@ def test_a_forgotten_axis_of_the_experts_is_told(rank, world_size):
         logger.removeHandler(handler)
     assert len(records) == (rank == 0)
     assert rank or "experts (egtp 2) have 2 ranks and those of the other weights (gtp 4) 4" in records[0]
+
+
+@ranks(2)
+def test_settings_hold_for_all_weights_where_only_experts_are_spread(rank, world_size):
+    """All ranks are one expert-parallel axis: nothing is left to gather, for experts or others."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "ep"))
+    config = GTPConfig(param_dtype=torch.bfloat16)
+    model, reference = build_pair(lambda: MoEModel(1))
+    parallelize_module(model, mesh["ep"], {"layers.*.moe.experts": ExpertParallel()})
+    style = GTPStyle(config, is_expert=True, modules=["layers.*.moe.experts"], num_data_ranks=2)
+    parallelize_module(model, mesh["one"], style)
+    parallelize_module(model, mesh["one"], GTPStyle(config, num_data_ranks=2))
+    x = torch.randn(4, 3, DIM, generator=torch.Generator().manual_seed(0))  # the same on both
+    y = model(x)
+    assert y.dtype == torch.bfloat16
+    y.float().square().mean().backward()
+    mean_square(reference(x)).backward()
+    names = [name for name, _ in reference.named_parameters() if ".experts." in name]
+    mine, theirs = full_gradients(model), full_gradients(reference)
+    for name in names:
+        assert_close_to_reference(mine[name], theirs[name], name, 5e-2)
+    assert stats(model).gather_bytes == 0 and stats(model).num_reductions > 0
+    off = MoEModel(1)
+    parallelize_module(off, mesh["one"], GTPStyle(config, is_expert=True, modules=["layers.*.moe.experts"]))
+    parallelize_module(off, mesh["one"], GTPStyle(config))
+    assert not any(isinstance(param, DTensor) for param in off.parameters())

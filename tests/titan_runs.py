@@ -71,6 +71,14 @@ def gradients(folder: Path) -> dict:
     return {name: g for path in (folder / "gradients").glob("*.pt") for name, g in torch.load(path).items()}
 
 
+def saved(folder: Path, step: int, tensors: dict) -> dict:
+    """``tensors`` (name -> tensor of the whole shape), filled from the checkpoint that a run wrote after a step."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.load(tensors, checkpoint_id=folder / "checkpoint" / f"step-{step}", no_dist=True)
+    return tensors
+
+
 def record(mode: str, out: str, arguments: list[str]) -> None:
     """One run in this process (a single rank); see the module's docstring."""
     from titan_integration import cpu
@@ -80,19 +88,20 @@ def record(mode: str, out: str, arguments: list[str]) -> None:
 
     import torch
     from torchtitan.config import ConfigManager
-    from torchtitan.models.llama3 import Transformer, parallelize_llama
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
     from torchtitan.train import Trainer
 
     from gtp_dtensor import stats
-    from titan_integration import spec
+    from titan_integration import families, spec
     from titan_integration.trainer import GTPTrainer
 
     spec.register()
     trainer_class = GTPTrainer
     if mode == "stock":
-        ours = get_train_spec("llama3")
-        register_train_spec("stock", dataclasses.replace(ours, model_cls=Transformer, parallelize_fn=parallelize_llama))
+        name = ConfigManager().parse_args(arguments).model.name
+        ours, titan = get_train_spec(name), families.families()[name].titan_spec
+        parts = ("model_cls", "parallelize_fn", "build_optimizers_fn")
+        register_train_spec("stock", dataclasses.replace(ours, **{part: getattr(titan, part) for part in parts}))
         arguments, trainer_class = [*arguments, "--model.name=stock"], Trainer
     trainer = trainer_class(ConfigManager().parse_args(arguments))
     assert type(trainer.parallel_dims).__module__.startswith("torchtitan" if mode == "stock" else "titan_integration")
@@ -114,6 +123,7 @@ def record(mode: str, out: str, arguments: list[str]) -> None:
         "parameters": {name: param.detach() for name, param in model.named_parameters()},
         "types": {name: type(param).__name__ for name, param in model.named_parameters()},
         "state_dict": list(model.state_dict()),
+        "buffers": {name: buffer.detach() for name, buffer in model.named_buffers()},
         "optimizer": trainer.optimizers.state_dict(),
         "rng": torch.get_rng_state(),
         "stats": dataclasses.asdict(stats(model)),

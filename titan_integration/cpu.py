@@ -7,10 +7,12 @@ torchtitan binds its device type and device module at import time, imports trito
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import sys
 import types
+from collections.abc import Callable
 
 import torch
 import torch._utils
@@ -65,17 +67,62 @@ class CpuDeviceModule(types.ModuleType):
         """Does nothing: the CPU allocator keeps no cache of its own."""
 
 
+def generate_permute_indices(
+    tokens_per_expert_group: torch.Tensor,
+    experts_per_rank: int,
+    num_ranks: int,
+    max_len: int,
+    alignment: int,
+    use_cpu: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """From tokens grouped by (source rank, expert) to tokens grouped by expert, each group padded: what torchtitan's
+    triton kernel of the same name computes.
+
+    Args:
+        tokens_per_expert_group: integers of shape (num_ranks * experts_per_rank,), by source rank, then expert.
+        experts_per_rank, num_ranks: the experts of this rank, and the ranks that sent tokens.
+        max_len: length of the result.
+        alignment: each group is as long as the next multiple of it, an empty one as long as one.
+        use_cpu: accepted as torchtitan's function does.
+
+    Returns:
+        Indices of shape (max_len,), int32, -1 for padding; the length of each expert's group, and where it ends, both
+        int32 of shape (experts_per_rank,).
+    """
+    counts = tokens_per_expert_group.long().view(num_ranks, experts_per_rank)
+    starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
+    sizes = (counts.sum(0).clamp_min(alignment) + alignment - 1) // alignment * alignment
+    ends = sizes.cumsum(0)
+    destinations = (ends - sizes) + counts.cumsum(0) - counts  # of each piece, (rank, expert)
+    # All tokens of a piece move by the same distance.
+    lengths = counts.flatten()
+    source = torch.arange(int(lengths.sum()))
+    target = source + torch.repeat_interleave((destinations - starts).flatten(), lengths)
+    indices = torch.full((max_len,), -1, dtype=torch.int32)
+    indices[target] = source.int()
+    return indices, sizes.int(), ends.int()
+
+
 def _moe_kernels_without_triton() -> types.ModuleType:
     """Stands in for torchtitan's triton kernels, which cannot be imported (or run) without a GPU."""
-
-    def generate_permute_indices(*args: object, **kwargs: object):
-        raise NotImplementedError(
-            "the permutation of tokens for expert parallelism is a triton kernel in torchtitan 0.2.2 and needs a GPU"
-        )
-
     module = types.ModuleType(_MOE_KERNELS)
     module.generate_permute_indices = generate_permute_indices
     return module
+
+
+def _with_integers_on_cpu(histc: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.histc`, also for integers on a CPU, where torch has a kernel for floating point only.
+
+    torchtitan's router counts the tokens of each expert with it. Integers below 2**53 are counted exactly.
+    """
+
+    @functools.wraps(histc)
+    def wrapper(input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        if input.device.type != "cpu" or input.is_floating_point() or input.is_complex() or "out" in kwargs:
+            return histc(input, *args, **kwargs)
+        return histc(input.double(), *args, **kwargs).to(input.dtype)
+
+    return wrapper
 
 
 def install() -> bool:
@@ -109,6 +156,7 @@ def install() -> bool:
         torch._utils._get_available_device_type, torch._utils._get_device_module = original
     # torchtitan would assume an A100 and run `lspci`. The peak of this CPU is unknown: utilization then shows 0 %.
     titan_utils.get_peak_flops = lambda device_name: float("inf")
+    torch.histc = _with_integers_on_cpu(torch.histc)
     return True
 
 

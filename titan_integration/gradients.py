@@ -26,8 +26,8 @@ def correct_scale(model_parts: Iterable[nn.Module], dims, num_global_tokens: tor
     if dims.pp_enabled:
         # The pipeline schedule backpropagates the loss sum; only the logged loss is divided by the token count.
         factor /= float(num_global_tokens)
-    if dims.dp_replicate_enabled and not dims.fsdp_enabled:
-        # DDP averages over its ranks, on top of the division by the global token count. (gtp counts as fsdp.)
+    if dims.dp_replicate_enabled and not dims.fsdp_enabled and not dims.gtp_enabled:
+        # DDP averages over its ranks, on top of the division by the global token count.
         factor *= dims.dp_replicate
     if factor == 1.0:
         return

@@ -17,7 +17,10 @@ class Gtp:
     """Shards of every large weight: TP x GTP. A multiple of tensor_parallel_degree; default: TP, so GTP is off."""
 
     expert_tensor_parallel_num_weight_shards: int | None = None
-    """The same for routed experts: ETP x EGTP. Default: ETP. More is not supported yet."""
+    """
+    The same for routed experts: ETP x EGTP, whatever GTP is. Default: ETP. EGTP divides the ranks that have the same
+    slice of the experts. With expert_parallel_degree 1 torchtitan cuts experts over TP beside, whatever ETP is.
+    """
 
     exclude: list[str] = field(default_factory=list)
     """FQN patterns (fnmatch) of weights that stay whole on every GTP rank, e.g. "layers.*.attention.wk"."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torchtitan.components.optimizer as titan_optimizer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
@@ -34,3 +35,19 @@ def build_optimizers(model_parts: list[nn.Module], optimizer_config, parallel_di
         "foreach": optimizer_config.implementation == "foreach",
     }
     return OptimizersContainer(model_parts, torch.optim.SGD, kwargs)
+
+
+def build_balancing_optimizers(model_parts: list[nn.Module], optimizer_config, parallel_dims) -> OptimizersContainer:
+    """torchtitan's optimizers for models with experts, ours inside: before each step they move the expert bias of every
+    router by the tokens that its experts got, over all ranks. Errors: see `build_optimizers`."""
+
+    def build(model_parts, optimizer_config, parallel_dims, ft_manager=None) -> OptimizersContainer:
+        return build_optimizers(model_parts, optimizer_config, parallel_dims)
+
+    # torchtitan's function looks up what it wraps by name.
+    original = titan_optimizer.build_optimizers
+    titan_optimizer.build_optimizers = build
+    try:
+        return titan_optimizer.build_optimizers_with_moe_load_balancing(model_parts, optimizer_config, parallel_dims)
+    finally:
+        titan_optimizer.build_optimizers = original

@@ -1,10 +1,16 @@
-"""torchtitan's pipelines of llama3, with stages that cannot work refused at set-up."""
+"""torchtitan's pipelines, with stages that cannot work refused at set-up."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, get_schedule_class
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
+
+from titan_integration.experts import drop_token_counts
+from titan_integration.parallelize import check_exclude
 
 _PP = "parallelism.pipeline_parallel_degree"
 _PARTS = "parallelism.module_fqns_per_model_part"
@@ -80,11 +86,38 @@ def check_pipeline(job_config, model: nn.Module, num_layers: int) -> None:
         )
 
 
-def pipeline_llama(model, parallel_dims, job_config, device, model_args, parallelize_fn, loss_fn):
-    """torchtitan's `pipelining_fn` of llama3, after checks; every stage's model part is parallelized by itself.
+def _forget_tokens_of_trial_runs(schedule) -> None:
+    """Routers do not count the tokens with which torch finds out what stages send to each other.
+
+    It runs every stage forward and backward before the first microbatch; where the input comes from another stage it is
+    uninitialised memory. Counted, those tokens would move the expert bias in the first step.
+    """
+    stages = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
+    for stage in stages:
+        for name in ("_prepare_forward_infra", "_prepare_backward_infra"):
+            setattr(stage, name, _then(getattr(stage, name), functools.partial(drop_token_counts, [stage.submod])))
+
+
+def _then(function: Callable, afterwards: Callable[[], None]) -> Callable:
+    @functools.wraps(function)
+    def both(*args, **kwargs):
+        result = function(*args, **kwargs)
+        afterwards()
+        return result
+
+    return both
+
+
+def pipeline(model, parallel_dims, job_config, device, model_args, parallelize_fn, loss_fn):
+    """torchtitan's `pipelining_fn`, after checks; every stage's model part is parallelized by itself.
 
     Raises:
-        ValueError: see `check_pipeline`.
+        ValueError: see `check_pipeline`; a pattern of `[gtp] exclude` that matches no weight of the whole model.
     """
     check_pipeline(job_config, model, model_args.n_layers)
-    return pipeline_llm(model, parallel_dims, job_config, device, model_args, parallelize_fn, loss_fn)
+    if parallel_dims.gtp_enabled:
+        check_exclude(model, job_config.gtp.exclude)
+    built = pipeline_llm(model, parallel_dims, job_config, device, model_args, parallelize_fn, loss_fn)
+    if parallel_dims.gtp_enabled:
+        _forget_tokens_of_trial_runs(built[0])
+    return built

@@ -151,11 +151,11 @@ def check_gtp_job(job_config) -> None:
 def describe(parallel_dims, config: GTPConfig | None) -> str:
     """One line with every degree and, where GTP is on, every field of its configuration."""
     d = parallel_dims
-    # dp_shard as in the TOML; optimizer_shard (dp_shard x cp) is what cuts the optimizer's parameters further under
-    # gtp.
+    # dp_shard as in the TOML; the two ..optimizer_shard are what cuts the optimizer's parameters further under gtp.
     sizes = {
         "pp": d.pp, "dp_replicate": d.dp_replicate, "dp_shard": d.dp_shard // d.gtp, "cp": d.cp, "gtp": d.gtp, "tp": d.tp,
-        "ep": d.ep, "egtp": d.egtp, "etp": d.etp, "optimizer_shard": d.optimizer_shard if d.gtp > 1 else 1,
+        "ep": d.ep, "egtp": d.egtp, "etp": d.etp, "optimizer_shard": d.optimizer_shard if d.gtp_enabled else 1,
+        "expert_optimizer_shard": d.expert_optimizer_shard if d.gtp_enabled and d.has_experts else 1,
     }  # fmt: skip
     degrees_text = ", ".join(f"{name}={size}" for name, size in sizes.items())
     if config is None:

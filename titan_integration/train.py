@@ -1,6 +1,7 @@
 """The entry: `torchrun --nproc_per_node N -m titan_integration.train --job.config_file X.toml [torchtitan options]`.
 
-Takes any torchtitan llama3 TOML, with or without a `[gtp]` section.
+Takes any torchtitan TOML of llama3, llama4, deepseek_v3 or qwen3, with or without a `[gtp]` section. (TOMLs of other
+models train without.)
 """
 
 from __future__ import annotations

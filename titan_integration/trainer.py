@@ -21,9 +21,10 @@ from titan_integration import cpu
 from titan_integration.context_parallel import check_context_parallel
 from titan_integration.data import GlobalOrderLoader
 from titan_integration.dims import GTPParallelDims
+from titan_integration.experts import check_experts, drop_token_counts
+from titan_integration.families import families
 from titan_integration.gradients import clip_exactly, correct_scale, write_whole_gradients
 from titan_integration.settings import check_gtp_job, describe, gtp_config
-from titan_integration.spec import llama3_flavors
 
 
 def set_timeouts(timeout: timedelta) -> None:
@@ -72,17 +73,22 @@ class GTPTrainer(Trainer):
             enable_cpu_backend=job_config.training.enable_cpu_offload and device_type != "cpu",
             base_folder=job_config.job.dump_folder,
         )
-        dims = GTPParallelDims.from_job_config(job_config, world_size)
+        served = families()
+        family = served.get(job_config.model.name)
+        num_experts = 0 if family is None else family.num_experts(job_config.model.flavor)
+        dims = GTPParallelDims.from_job_config(job_config, world_size, has_experts=num_experts > 0)
         if dims.gtp_enabled:
-            if job_config.model.name != "llama3":
+            if family is None:
                 raise NotImplementedError(
-                    f"model.name = {job_config.model.name!r} is not supported together with gtp yet; use 'llama3'"
+                    f"model.name = {job_config.model.name!r} is not supported together with gtp; use one of "
+                    f"{', '.join(map(repr, served))}"
                 )
             check_gtp_job(job_config)
+            check_experts(job_config, num_experts)
             gtp_config(job_config)
-        flavor = llama3_flavors().get(job_config.model.flavor) if job_config.model.name == "llama3" else None
+        flavor = None if family is None else family.flavors.get(job_config.model.flavor)
         attention, on_cpu = getattr(flavor, "attn_type", "sdpa"), device_type == "cpu"
-        check_context_parallel(job_config, attention, on_cpu)
+        check_context_parallel(job_config, attention, on_cpu, serves_flex=job_config.model.name == "llama3")
         if on_cpu:
             cpu.check_job(job_config, attention)
         self._quiet_other_ranks(dims)
@@ -159,10 +165,12 @@ class GTPTrainer(Trainer):
             write_whole_gradients(self.model_parts, self.parallel_dims, folder)
 
     def _decide_skip(self, norm: torch.Tensor) -> None:
-        """Whether this step leaves everything as it is. The norm, and so the answer, is the same on all ranks."""
+        """Whether this step leaves everything as it is, the balance of experts too. The norm, and so the answer, is the
+        same on all ranks."""
         self._skips_step = self.job_config.gtp.skip_nonfinite_steps and not bool(torch.isfinite(norm))
         if self._skips_step:
             self._num_skipped_steps += 1
+            drop_token_counts(self.model_parts)
             if dist.get_rank() == 0:
                 logger.warning(
                     f"Step {self.step} skipped: its gradient norm is {norm.item()}. Skipped so far in this run: "
