@@ -138,8 +138,12 @@ class GTPStyle(ParallelStyle):
             replica_axis(self.replicate_mesh, "replicate_mesh", shard_mesh)
         if device_mesh.size() == 1 and shard_mesh is None and replicate_mesh is None:
             # Off is off: parameters, random numbers and results stay bit-identical. But experts that no axis of theirs
-            # shares, since expert parallelism has spread them over all ranks, still get tokens of these ranks.
-            if not (self.is_expert and any(isinstance(entry[-1], DTensor) for entry in plan.entries)):
+            # shares, since expert parallelism has spread them over all ranks, still get tokens of these ranks; and where
+            # experts are on, settings such as param_dtype hold for all weights.
+            is_on = any(_is_taken_by_experts(below) for below in root.modules())
+            if self.is_expert:
+                is_on = any(isinstance(entry[-1], DTensor) for entry in plan.entries)
+            if not is_on:
                 return module
         plan.check()
         _Application(self, plan, domain_of(device_mesh, shard_mesh, replicate_mesh, self.is_expert)).run()
@@ -486,9 +490,9 @@ class _Application:
             for mesh in (experts, self.storage)
         )
         logger.warning(
-            "GTP: the axes of the routed experts (%s) have %d ranks and those of the other weights (%s) %d. Gradients of "
-            "experts are summed over their own axes only: right where other ranks hold other experts in modules of their "
-            "own; else name the missing axis in optimizer_shard_mesh= or replicate_mesh= of the style with is_expert=True",
+            "GTP: the axes of the routed experts (%s) have %d ranks and those of the other weights (%s) %d. Gradients are "
+            "summed over a weight's own axes only: right where other ranks hold other experts in modules of their "
+            "own; else name the missing axis in optimizer_shard_mesh= or replicate_mesh= of the style that lacks it",
             of_experts,
             experts.size(),
             of_others,

@@ -426,7 +426,7 @@ def test_settings_hold_for_all_weights_where_only_experts_are_spread(rank, world
     parallelize_module(model, mesh["one"], style)
     parallelize_module(model, mesh["one"], GTPStyle(config, num_data_ranks=2))
     x = torch.randn(4, 3, DIM, generator=torch.Generator().manual_seed(0))  # the same on both
-    y = model(x)
+    y = model(x.bfloat16())
     assert y.dtype == torch.bfloat16
     y.float().square().mean().backward()
     mean_square(reference(x)).backward()
