@@ -359,7 +359,7 @@ ORDERS = {  # backwards after the forwards a0, b0, a1, b1: each of a sum of loss
 
 
 @ranks(4)
-@pytest.mark.parametrize("grids", PAIRS_OF_GRIDS)
+@pytest.mark.parametrize("grids", [g if i == 0 else pytest.param(g, marks=SLOW) for i, g in enumerate(PAIRS_OF_GRIDS)])
 @pytest.mark.parametrize("order", ["crosswise", *(pytest.param(o, marks=SLOW) for o in ORDERS if o != "crosswise")])
 def test_interleaved_forwards(grids, order):
     both = TwoModels(grids, "adam")

@@ -130,7 +130,9 @@ class Pipeline:
 
 
 @ranks(4)
-@pytest.mark.parametrize("per_token", [True, False], ids=["per_token", "mean"])
+@pytest.mark.parametrize(
+    "per_token", [pytest.param(True, marks=pytest.mark.slow, id="per_token"), pytest.param(False, id="mean")]
+)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_equal_one_process(name, per_token):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "gtp"))

@@ -87,7 +87,7 @@ def slow(*values):
     "num_ranks, options, num_groups",
     [
         # Two microbatches a step: replicas reduce in the second.
-        (4, ["--parallelism.data_parallel_shard_degree=2", "--training.local_batch_size=1"], 5),
+        slow(4, ["--parallelism.data_parallel_shard_degree=2", "--training.local_batch_size=1"], 5),
         (4, ["--parallelism.context_parallel_degree=2"], 7),
         slow(4, ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=1"], 5),
         slow(4, ["--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_load_balancer=None"], 7),
