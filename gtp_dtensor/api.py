@@ -98,7 +98,8 @@ class GTPStats:
         gather_bytes: payload gathered.
         reduce_bytes: payload reduced (sharded weights).
         live_lease_bytes: gathered weights in memory now.
-        peak_lease_bytes: the most of them at one time.
+        peak_lease_bytes: the most of them at one time; in a model with experts the most of these and the most of the
+            others, which need not be at one time.
         num_pending: gradients that are not in ``.grad`` yet; 0 after a drain.
         num_sharded_weights: sharded weights of the model.
     """
@@ -208,7 +209,8 @@ def _issue_positions(runtime: Runtime, uses: list[Use]) -> list[int | None]:
         is_backward = use.kind in IN_BACKWARD
 
         def peek(ahead: int, after: int = now + 1) -> Use | None:
-            return uses[after + ahead] if after + ahead < len(uses) else None
+            # The runtime sees the step before repeated: beyond the end it looks at the beginning.
+            return uses[(after + ahead) % len(uses)] if ahead < len(uses) else None
 
         distance = runtime.distance(use.weight, peek)
         for position in range(now + 1, min(now + 1 + distance, len(uses))):

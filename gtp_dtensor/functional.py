@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from .layout import new_dtensor
-from .members import STATE, small_of, state_members, weight_of
+from .members import STATE, ModuleState, small_of, state_members, weight_of
 from .reduce import wants_gradient_returned
 from .schedule import Kind
 from .small import SmallParam
@@ -312,18 +312,24 @@ class _Groups:
         return torch.stack(self._loop(lambda expert, grad_rows, rows: grad_rows.t() @ rows, grad_y, x))
 
 
+def _local_stack(w: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """This rank's experts of a gathered stack, in ``dtype`` where it is given."""
+    w = w._local_tensor if isinstance(w, DTensor) else w
+    return w if dtype is None else w.to(dtype)
+
+
 class _GroupedLinear(torch.autograd.Function):
     """y = x W^T by experts, with the stack W (E, out, in) gathered for this call only."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x, param, weight: ShardedWeight, groups: _Groups, kind: Kind):
+    def forward(ctx: FunctionCtx, x, param, weight: ShardedWeight, groups: _Groups, kind: Kind, dtype):
         runtime = weight.runtime
         lease = runtime.acquire(weight, kind)
-        w = lease.read()
-        y = groups.product(x, w if weight.tp is None else w._local_tensor)
+        w = _local_stack(lease.read(), dtype)
+        y = groups.product(x, w)
         del w
         runtime.release(lease)
-        ctx.use = weight, param, groups, weight.num_writes
+        ctx.use = weight, param, groups, dtype, weight.num_writes
         ctx.num_rows = x.shape[0]
         ctx.save_for_backward(x if param.requires_grad else None)
         return y
@@ -332,14 +338,14 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
         (x,) = ctx.saved_tensors
-        weight, param, groups, num_writes = ctx.use
+        weight, param, groups, dtype, num_writes = ctx.use
         runtime = weight.runtime
         edges = engine_edges()
         grad_x = grad_weight = None
         if edges[0] is not _UNUSED:
             lease = runtime.acquire(weight, _BACKWARD, True, num_writes)
-            w = lease.read()
-            grad_x = groups.input_grad(grad_y, w if weight.tp is None else w._local_tensor, ctx.num_rows)
+            w = _local_stack(lease.read(), dtype)
+            grad_x = groups.input_grad(grad_y, w, ctx.num_rows)
             del w
             runtime.release(lease)
         else:
@@ -348,7 +354,7 @@ class _GroupedLinear(torch.autograd.Function):
         if weight_edge is not _UNUSED:
             runtime.reducer.make_room()
             grad_weight = _reduce_weight_grad(weight, param, groups.weight_grad(grad_y, x), weight_edge)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
 _apply_grouped_linear = fast_apply(_GroupedLinear)
@@ -369,30 +375,37 @@ def grouped_linear(
             features are used, E of them.
         x: (T, in), rows of one expert after the other.
         offsets: int32 (E,), where each expert's rows end: torch's grouped GEMM, on x and weight in bfloat16. What is in
-            rows of y beyond the last is not defined.
+            rows of y and of the gradient of x beyond the last is not defined.
         splits: the number of rows of each expert: one product an expert. y has as many rows as these together.
 
     Returns:
         (rows, out). Gradients flow back into x and the parameter.
 
     Raises:
+        AttributeError: ``module`` is not under GTP, or has no parameter of that name.
         ValueError: not exactly one of ``offsets`` and ``splits``; a number of experts that is not this rank's.
     """
     if (offsets is None) == (splits is None):
         raise ValueError("grouped_linear takes either offsets= or splits=")
+    state: ModuleState | None = module.__dict__.get(STATE)
+    if state is None or module._parameters.get(name) is None:
+        found = "is not under GTP" if state is None else f"has no parameter '{name}'; it has {list(module._parameters)}"
+        raise AttributeError(f"grouped_linear: {type(module).__name__} {found}")
     groups = _Groups(offsets, splits)
-    if offsets is not None:
-        x = x.bfloat16()
-    if name not in module.__dict__[STATE].weights:
+    if name not in state.weights:
         w = use_small(module, name)
         w = w.to_local() if isinstance(w, DTensor) else w
-        _check_num_groups(name, w.shape, offsets, splits)
-        return groups.product(x, w)
+        _check_num_groups(small_of(module, name).fqn, w.shape, offsets, splits)
+        keeps_dtype = offsets is None and small_of(module, name).runtime.config.param_dtype is None
+        return groups.product(x if keeps_dtype else x.to(w.dtype if offsets is None else torch.bfloat16), w)
     weight = weight_of(module, name)
     _check_num_groups(weight.fqn, weight.tp_local_shape, offsets, splits)
-    if splits is not None and x.dtype != weight.compute_dtype:
-        x = x.to(weight.compute_dtype)
-    return _apply_grouped_linear(x, weight.param, weight, groups, weight.runtime.forward_kind())
+    dtype = None
+    if offsets is not None:
+        x = x.bfloat16()
+    else:
+        x, _, dtype = _cast_inputs(x, None, weight)
+    return _apply_grouped_linear(x, weight.param, weight, groups, weight.runtime.forward_kind(), dtype)
 
 
 def _check_num_groups(fqn: str, shape: torch.Size, offsets: torch.Tensor | None, splits: list[int] | None) -> None:

@@ -240,7 +240,8 @@ class Reducer:
         out = buffer.new_empty(weight.send_shape, dtype=torch.float32 if fp32_sum else dtype)
         counters = weight.counters
         counters.num_reductions += 1
-        counters.reduce_bytes += weight.num_buffer_elements * dtype.itemsize
+        if transport.size > 1:
+            counters.reduce_bytes += weight.num_buffer_elements * dtype.itemsize
         cut = weight.cut
         transfer = transport.reduce_scatter(out, buffer, fp32_sum, cut.dim)
         return PendingReduction(weight, param, out, cut.resized(out.shape, weight.num_local_rows), transfer)

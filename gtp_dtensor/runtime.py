@@ -204,14 +204,20 @@ class Runtime:
         Raises:
             ValueError: of experts it is not known how many there are.
         """
-        if self.config.calculate_per_token_loss:
-            return 1.0
-        if self.num_data_ranks is not None:
-            return 1.0 / self.num_data_ranks
         runtimes = [self]
         if self.domain.is_expert:
             root = self.root_state()
             runtimes = [] if root is None else [r for r in root.runtimes if not r.domain.is_expert]
+            if any(r.config.calculate_per_token_loss != self.config.calculate_per_token_loss for r in runtimes):
+                fqn = next((weight.fqn for weight in self.live_weights()), "(no weight)")
+                raise ValueError(
+                    f"{fqn}, an expert's weight, has calculate_per_token_loss={self.config.calculate_per_token_loss} and the "
+                    "dense weights of its model have not: give both styles the same setting"
+                )
+        if self.config.calculate_per_token_loss:
+            return 1.0
+        if self.num_data_ranks is not None:
+            return 1.0 / self.num_data_ranks
         counts = {
             runtime.num_data_ranks or math.prod(transport.size for transport in runtime.domain.transports)
             for runtime in runtimes
@@ -432,7 +438,9 @@ class Runtime:
         """How many uses ahead gathers may be issued while weight ``index`` is used; ``peek`` tells these uses."""
         if not self.domain.is_expert:
             return self.config.look_ahead
-        return block_distance(peek, self._role, self._role(index), self.config.look_ahead)
+        # Each weight once in a pass; the search ends where the role occurs again, usually three uses ahead.
+        farthest = self.config.look_ahead * len(self.weights) + 1
+        return block_distance(peek, self._role, self._role(index), self.config.look_ahead, farthest)
 
     def _prefetch(self, used: ShardedWeight, current: Kind) -> None:
         is_backward = current in IN_BACKWARD
@@ -465,10 +473,14 @@ class Runtime:
                 self.drop(weight.next_lease)
 
     def _has_room_to_keep(self, weight: ShardedWeight) -> bool:
+        if weight.kept_lease is not None or weight.gathered_bytes == 0:
+            return weight.kept_lease is None
+        root = self.root_state()
+        runtimes = [self] if root is None else root.runtimes  # experts and others share the model's budget
         limit = self.config.recompute_keep_bytes
         if limit is None:
-            limit = 8 * self._largest_bytes
-        return weight.kept_lease is None and self._kept_bytes + weight.gathered_bytes <= limit
+            limit = 8 * max(runtime._largest_bytes for runtime in runtimes)
+        return sum(runtime._kept_bytes for runtime in runtimes) + weight.gathered_bytes <= limit
 
     def _keep(self, weight: ShardedWeight, lease: Lease) -> None:
         weight.kept_lease = lease

@@ -35,11 +35,8 @@ class Use(NamedTuple):
     starts_pass: bool  # whether the root's forward, or a backward, was entered since the previous use
 
 
-FARTHEST = 64  # uses that are searched for the next one of a role; blocks have a few weights
-
-
 def block_distance(
-    peek: Callable[[int], Use | None], role_of: Callable[[int], str | None], role: str, num_blocks: int
+    peek: Callable[[int], Use | None], role_of: Callable[[int], str | None], role: str, num_blocks: int, farthest: int
 ) -> int:
     """How many uses ahead the weight with ``role`` in the ``num_blocks``-th block from here is: that use included.
 
@@ -49,8 +46,9 @@ def block_distance(
     Args:
         peek: the use that follows so many others, see :meth:`Schedule.peek`.
         role_of: of a weight's index.
+        farthest: how many uses are looked at.
     """
-    for ahead in range(FARTHEST):
+    for ahead in range(farthest):
         use = peek(ahead)
         if use is None:
             break

@@ -281,6 +281,33 @@ class _Plan:
                 self._check_sharded(module, what, local)
             self._check_tie(param)
         self._find_tp_mesh()
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        """What expert parallelism and forwards of one's own need."""
+        classes = {type(module) for module in self.modules.values()}
+        for cls in self.style.forwards:
+            if cls not in classes:
+                names = ", ".join(sorted({one.__name__ for one in classes}))
+                raise ValueError(
+                    f"GTPStyle(forwards=...): no module here is exactly a {cls.__name__}; there are {names}"
+                )
+        if not self.style.is_expert or self.tp_mesh is None:
+            return
+        axes = f"mesh axes {self.tp_mesh.mesh_dim_names or '(unnamed)'} of sizes {tuple(self.tp_mesh.shape)}"
+        for _, _, _, _, fqn, param in self.entries:
+            what = f"{fqn} of shape {tuple(param.shape)}"
+            if not isinstance(param, DTensor):
+                raise ValueError(
+                    f"{what} is a plain tensor among experts on {axes}: its gradient would miss the tokens of other ranks. Put "
+                    "it on that mesh too, or outside of what modules= names"
+                )
+            for axis, placement in enumerate(param.placements):
+                if placement.is_shard() and param.shape[placement.dim] % param.device_mesh.size(axis):
+                    raise ValueError(
+                        f"{what}, an expert's weight, is cut on dim {placement.dim} over {axes}, whose axis {axis} does not "
+                        "divide it: ranks would hold different numbers of experts or features; use an axis that does"
+                    )
 
     def _check_module(self, module: nn.Module, what: str) -> None:
         if STATE in module.__dict__:

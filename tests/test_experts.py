@@ -1,5 +1,6 @@
 """Routed experts on axes of their own, beside dense weights on others."""
 
+import copy
 import logging
 
 import pytest
@@ -9,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+import gtp_dtensor.functional
 import gtp_dtensor.weight
 from gtp_dtensor import (
     GTPConfig,
@@ -58,7 +60,7 @@ def shard(model, dense, dense_options, experts, expert_options, config=None, exp
         is_expert=True,
         modules=["layers.*.moe.experts"],
         min_numel=30,
-        forwards={Experts: grouped_experts} if explicit else None,
+        forwards={Experts: grouped_experts} if explicit and any(type(m) is Experts for m in model.modules()) else None,
         **expert_options,
     )
     parallelize_module(model, experts["egtp"], style)
@@ -441,3 +443,138 @@ def test_settings_hold_for_all_weights_where_only_experts_are_spread(rank, world
     parallelize_module(off, mesh["one"], GTPStyle(config, is_expert=True, modules=["layers.*.moe.experts"]))
     parallelize_module(off, mesh["one"], GTPStyle(config))
     assert not any(isinstance(param, DTensor) for param in off.parameters())
+
+
+@ranks(4)
+@pytest.mark.parametrize("check", [False, True])
+def test_optimizer_shards_of_features(rank, world_size, check):
+    """6 experts on 4 replicas: parameters are cut by features where gathered weights are not cut at all."""
+    model, reference = build_pair(lambda: MoEModel(1, num_experts=6).double())
+    shard(model, *grids(world_size, 2, 1), config=GTPConfig(check_param_states=check))
+    assert {member.replica_cut.dim for member in expert_members(model)} == {1}
+    train_beside_reference(
+        model, reference, lambda step: batch(8, step), rank=rank, world_size=world_size, rtol=EXACT, num_steps=2
+    )
+
+
+def lone_experts(world_size, config=None, **options):
+    module = Experts(3, 16, 32)
+    _, _, experts, _ = grids(world_size, 2, 2)
+    parallelize_module(module, experts["egtp"], GTPStyle(config, is_expert=True, num_data_ranks=2, **options))
+    return module
+
+
+@ranks(2)
+def test_numbers_of_data_ranks(rank, world_size):
+    dense, _, experts, _ = grids(world_size, 2, 2)
+    model = MoEModel(2)
+    for layer, number in enumerate((2, 3)):
+        names = [f"layers.{layer}.moe.experts"]
+        style = GTPStyle(is_expert=True, modules=names, min_numel=30, num_data_ranks=number)
+        parallelize_module(model, experts["egtp"], style)
+    assert sorted({member.runtime.gradient_scale for member in expert_members(model)}) == [1 / 3, 1 / 2]
+    copied = copy.deepcopy(model.layers[1].moe.experts)
+    copied(torch.randn(4, DIM), torch.tensor([1, 1, 1, 1])).sum().backward()
+    assert copied.w1.grad is not None
+    model = MoEModel(1)
+    style = GTPStyle(is_expert=True, modules=["*.experts"])
+    parallelize_module(model, experts["egtp"], style)
+    parallelize_module(model, dense["gtp"], GTPStyle(min_numel=30, num_data_ranks=6))
+    assert {member.runtime.gradient_scale for member in expert_members(model)} == {1 / 6}
+    other = MoEModel(1)
+    parallelize_module(other, experts["egtp"], GTPStyle(is_expert=True, modules=["*.experts"]))
+    parallelize_module(other, dense["gtp"], GTPStyle(GTPConfig(calculate_per_token_loss=True)))
+    with pytest.raises(ValueError, match="calculate_per_token_loss=False and the dense weights of its model have not"):
+        other(torch.randn(2, DIM))
+
+
+@ranks(2)
+def test_grouped_linear_by_itself(rank, world_size):
+    module = lone_experts(world_size)
+    x = torch.randn(16, 16).requires_grad_()
+    grouped_linear(module, "w1", x, splits=[4, 0, 4]).sum().backward()
+    assert (x.grad[8:] == 0).all() and x.grad[:8].norm() > 0  # rows of no expert
+    y = grouped_linear(module, "w1", x, splits=[4, 0, 4])
+    with torch.no_grad():
+        module.w1.mul_(2)
+    with pytest.raises(RuntimeError, match="modified between a forward and its backward"):
+        y.sum().backward()
+    module.w1.grad = None
+    y = grouped_linear(module, "w1", x, splits=[4, 0, 4])
+    module.w1.requires_grad_(False)  # after the forward
+    y.sum().backward()
+    assert module.w1.grad is None
+    with pytest.raises(AttributeError, match=r"Experts has no parameter 'w9'; it has \['w1', 'w3', 'w2'\]"):
+        grouped_linear(module, "w9", x, splits=[4, 0, 4])
+    with pytest.raises(AttributeError, match="Experts is not under GTP"):
+        grouped_linear(Experts(3, 16, 32), "w1", x, splits=[4, 0, 4])
+    for min_numel in (1024, 10**6):  # sharded, and whole
+        half = lone_experts(world_size, GTPConfig(param_dtype=torch.bfloat16), min_numel=min_numel)
+        assert grouped_linear(half, "w1", torch.randn(8, 16), splits=[4, 0, 4]).dtype == torch.bfloat16
+    seen = []
+
+    def forward(module, rows, counts):
+        seen.append(rows.dtype)
+        return grouped_experts(module, rows, counts)
+
+    half = lone_experts(world_size, GTPConfig(param_dtype=torch.bfloat16), forwards={Experts: forward})
+    half(torch.randn(8, 16), torch.tensor([4, 0, 4]))
+    assert seen == [torch.bfloat16]
+    features = MoEModel(1, num_experts=3)
+    shard(features, *grids(world_size, 2, 2), config=GTPConfig(pad_for_alignment=4))
+    features(torch.randn(2, DIM))
+    assert expert_members(features)[0].counters.gather_bytes == 4 * 3 * 16 * DIM  # 10 rows: two ranks with 8 each
+
+
+@ranks(2)
+def test_autocast(rank, world_size):
+    module, reference = lone_experts(world_size, forwards={Experts: grouped_experts}), Experts(3, 16, 32)
+    reference.load_state_dict({name: full(param) for name, param in module.named_parameters()})
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    results = []
+    for one in (module, reference):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = one(x, torch.tensor([4, 0, 4]))
+        y.float().square().mean().backward()
+        results.append((y, full_gradients(one)))
+    (y, grads), (expected, expected_grads) = results
+    assert y.dtype == expected.dtype == torch.bfloat16
+    assert_close_to_reference(y, expected, "output", 1e-2)
+    assert_close_to_reference(grads, expected_grads, "gradient", 2e-2)
+
+
+@ranks(2)
+def test_one_gradient_of_a_stack_is_in_flight_at_a_time(rank, world_size):
+    module = lone_experts(world_size, forwards={Experts: grouped_experts})
+    groups, most = gtp_dtensor.functional._Groups, []
+    weight_grad = groups.weight_grad
+
+    def counting(self, *args):
+        most.append(len(expert_members(module)[0].runtime.reducer.pending))
+        return weight_grad(self, *args)
+
+    groups.weight_grad = counting
+    try:
+        module(torch.randn(8, 16).requires_grad_(), torch.tensor([4, 0, 4])).sum().backward()
+    finally:
+        groups.weight_grad = weight_grad
+    assert most == [0, 1, 1]
+
+
+@ranks(4)
+def test_experts_that_cannot_be_served(rank, world_size):
+    _, _, experts, _ = grids(world_size, 4, 2, 2)
+
+    def refused(module, match, **options):
+        with pytest.raises(ValueError, match=match):
+            parallelize_module(module, experts["egtp"], GTPStyle(is_expert=True, num_data_ranks=4, **options))
+
+    uneven = parallelize_module(Experts(3, DIM, 10), experts["ep"], ExpertParallel())
+    refused(
+        uneven,
+        r"w1 of shape \(3, 10, 8\), an expert's weight, is cut on dim 0 over mesh axes \('ep',\) of sizes \(2,\)",
+    )
+    beside = parallelize_module(Experts(4, DIM, 10), experts["ep"], ExpertParallel())
+    beside.scale = nn.Parameter(torch.ones(3))
+    refused(beside, "scale of shape .* is a plain tensor among experts .* would miss the tokens of other ranks")
+    refused(Experts(4, DIM, 10), "no module here is exactly a MoEModel; there are Experts", forwards={MoEModel: print})

@@ -132,9 +132,6 @@ class CollectiveTransport:
         """Start filling ``buffer`` from every rank's ``shard``, which has 1/size of its rows along ``dim``, in rank
         order. Both are contiguous; where ``dim`` is 1, each of their parts along dim 0 is, and all of them travel as
         one coalesced collective."""
-        if self.size == 1:
-            buffer.copy_(shard)
-            return Transfer(_Enqueued(self._device_index), self._home(), (buffer, shard))
         if dim == 0:
             return Transfer(getattr(self.gather_group, _GATHER)(buffer, shard), self._home(), (buffer, shard))
         work = self.gather_group.allgather_into_tensor_coalesced(list(buffer.unbind()), list(shard.unbind()))
