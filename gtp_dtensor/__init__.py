@@ -13,6 +13,7 @@ from .api import (
     set_requires_gradient_sync,
     stats,
 )
+from .checkpoint import CheckedFileSystemReader, CheckedLoadPlanner
 from .config import GTPConfig
 from .functional import grouped_linear
 from .init import logical_init
@@ -20,6 +21,8 @@ from .optim import clip_grad_norm_, count_zero_grads
 from .style import GTPStyle, parallelize_module
 
 __all__ = [
+    "CheckedFileSystemReader",
+    "CheckedLoadPlanner",
     "GTPConfig",
     "GTPStats",
     "GTPStyle",
