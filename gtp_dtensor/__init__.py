@@ -15,7 +15,7 @@ from .api import (
 )
 from .checkpoint import CheckedFileSystemReader, CheckedLoadPlanner
 from .config import GTPConfig
-from .functional import grouped_linear
+from .experts import grouped_linear
 from .init import logical_init
 from .optim import clip_grad_norm_, count_zero_grads
 from .style import GTPStyle, parallelize_module

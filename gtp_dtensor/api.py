@@ -12,9 +12,9 @@ import torch.nn as nn
 
 from . import functional
 from .members import STATE, ModuleState, model_members, model_runtimes
+from .plan import clean_fqn
 from .runtime import Runtime
-from .schedule import IN_BACKWARD, Kind, Use
-from .style import clean_fqn
+from .schedule import IN_BACKWARD, Kind, Use, is_out_of_reach
 from .weight import ShardedWeight, WeightCounters
 
 
@@ -215,8 +215,7 @@ def _issue_positions(runtime: Runtime, uses: list[Use]) -> list[int | None]:
         distance = runtime.distance(use.weight, peek)
         for position in range(now + 1, min(now + 1 + distance, len(uses))):
             coming = uses[position]
-            ends_pass = coming.starts_pass and (is_backward or coming.kind not in IN_BACKWARD)
-            if ends_pass or (is_backward and coming.kind not in IN_BACKWARD):
+            if is_out_of_reach(coming, is_backward):
                 break
             if coming.weight not in waiting and issued[position] is not None:
                 waiting[coming.weight] = position

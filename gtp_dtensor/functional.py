@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from .layout import new_dtensor
-from .members import STATE, ModuleState, small_of, state_members, weight_of
+from .members import small_of, state_members, weight_of
 from .reduce import wants_gradient_returned
 from .schedule import Kind
 from .small import SmallParam
@@ -82,13 +82,13 @@ def engine_edges() -> list[Edge]:
     return edges
 
 
-def _param_edge(param: nn.Parameter, edge: Edge) -> Edge:
+def param_edge(param: nn.Parameter, edge: Edge) -> Edge:
     """Like the engine, drop the gradient of a leaf that was frozen after the forward, unless hooks wait for it."""
     wanted = param.requires_grad or edge is _CAPTURED or wants_gradient_returned(param)
     return edge if wanted else _UNUSED
 
 
-def _reduce_weight_grad(weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, edge: Edge) -> DTensor | None:
+def reduce_weight_grad(weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, edge: Edge) -> DTensor | None:
     returned = edge is _CAPTURED or wants_gradient_returned(param)
     return weight.runtime.reducer.launch(weight, param, grad, returned)
 
@@ -108,7 +108,7 @@ class _UseSmall(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple:
         small, param = ctx.use
-        edge = _param_edge(param, engine_edges()[0])
+        edge = param_edge(param, engine_edges()[0])
         if edge is _UNUSED:
             return None, None
         small.runtime.enter()
@@ -147,11 +147,11 @@ class _Materialize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple:
-        edge = _param_edge(ctx.param, engine_edges()[0])
+        edge = param_edge(ctx.param, engine_edges()[0])
         if edge is _UNUSED:
             return None, None, None
         ctx.weight.runtime.enter()
-        return _reduce_weight_grad(ctx.weight, ctx.param, grad, edge), None, None
+        return reduce_weight_grad(ctx.weight, ctx.param, grad, edge), None, None
 
 
 _apply_materialize = fast_apply(_Materialize)
@@ -182,7 +182,7 @@ def materialize(module: nn.Module, name: str) -> torch.Tensor:
 # ---- linear
 
 
-def _cast_inputs(x: torch.Tensor, bias: torch.Tensor | None, weight: ShardedWeight) -> tuple:
+def cast_inputs(x: torch.Tensor, bias: torch.Tensor | None, weight: ShardedWeight) -> tuple:
     """(x, bias, the dtype that autocast casts the weight to or None): in the dtype that is computed in, autocast's,
     else ``param_dtype``'s."""
     autocast = None
@@ -234,11 +234,11 @@ class _Linear(torch.autograd.Function):
         else:
             runtime.enter()
         has_bias_grad = len(edges) > 2 and edges[2] is not _UNUSED
-        weight_edge = _param_edge(param, edges[1])
+        weight_edge = param_edge(param, edges[1])
         if weight_edge is not _UNUSED:
             runtime.reducer.make_room()  # before the next unsharded gradient is in memory
             grad = _weight_grad(rows, x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight.reduce_dtype)
-            grad_weight = _reduce_weight_grad(weight, param, grad, weight_edge)
+            grad_weight = reduce_weight_grad(weight, param, grad, weight_edge)
             del grad
         if has_bias_grad:
             grad_bias = rows.sum(0)
@@ -261,160 +261,8 @@ def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """``module(x)`` for a linear whose weight is sharded."""
     weight = weight_of(module, "weight")
     bias = None if module._parameters.get("bias") is None else use_small(module, "bias")
-    x, bias, dtype = _cast_inputs(x, bias, weight)
+    x, bias, dtype = cast_inputs(x, bias, weight)
     return _apply_linear(x, weight.param, bias, weight, weight.runtime.forward_kind(), dtype)
-
-
-# ---- stacks of experts
-
-
-class _Groups:
-    """Which rows of x belong to which expert, and the products over all experts: x (T, in), w (E, out, in).
-
-    ``offsets``, int32 (E,): where each expert's rows end, for torch's grouped GEMM, which reads bfloat16. ``splits``: a
-    list of their numbers of rows, for one product an expert in any dtype.
-    """
-
-    def __init__(self, offsets: torch.Tensor | None, splits: list[int] | None) -> None:
-        self.offsets = offsets
-        self.splits = splits
-
-    def _loop(self, one: Callable, *stacks: torch.Tensor) -> list[torch.Tensor]:
-        """``one`` of each expert's rows of ``stacks``."""
-        used = sum(self.splits)
-        parts = [stack[:used].split(self.splits) for stack in stacks]
-        return [one(expert, *rows) for expert, rows in enumerate(zip(*parts))]
-
-    def weight_dtype(self, w: torch.Tensor) -> torch.Tensor:
-        """``w`` as the product reads it."""
-        return w if self.offsets is None else w.bfloat16()
-
-    def product(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        """x w^T by experts, (rows, out)."""
-        w = self.weight_dtype(w)
-        if self.offsets is not None:
-            return torch._grouped_mm(x, w.transpose(-2, -1), offs=self.offsets)
-        return torch.cat(self._loop(lambda expert, rows: rows @ w[expert].t(), x))
-
-    def input_grad(self, grad_y: torch.Tensor, w: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """grad_y w by experts, (num_rows, in)."""
-        w = self.weight_dtype(w)
-        if self.offsets is not None:
-            return torch._grouped_mm(grad_y, w, offs=self.offsets)
-        grad_x = torch.cat(self._loop(lambda expert, rows: rows @ w[expert], grad_y))
-        unused = num_rows - grad_x.shape[0]  # rows of no expert
-        return F.pad(grad_x, (0, 0, 0, unused)) if unused else grad_x
-
-    def weight_grad(self, grad_y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """grad_y^T x by experts, (E, out, in)."""
-        if self.offsets is not None:
-            return torch._grouped_mm(grad_y.t(), x, offs=self.offsets)
-        return torch.stack(self._loop(lambda expert, grad_rows, rows: grad_rows.t() @ rows, grad_y, x))
-
-
-def _local_stack(w: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """This rank's experts of a gathered stack, in ``dtype`` where it is given."""
-    w = w._local_tensor if isinstance(w, DTensor) else w
-    return w if dtype is None else w.to(dtype)
-
-
-class _GroupedLinear(torch.autograd.Function):
-    """y = x W^T by experts, with the stack W (E, out, in) gathered for this call only."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x, param, weight: ShardedWeight, groups: _Groups, kind: Kind, dtype):
-        runtime = weight.runtime
-        lease = runtime.acquire(weight, kind)
-        w = _local_stack(lease.read(), dtype)
-        y = groups.product(x, w)
-        del w
-        runtime.release(lease)
-        ctx.use = weight, param, groups, dtype, weight.num_writes
-        ctx.num_rows = x.shape[0]
-        ctx.save_for_backward(x if param.requires_grad else None)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
-        (x,) = ctx.saved_tensors
-        weight, param, groups, dtype, num_writes = ctx.use
-        runtime = weight.runtime
-        edges = engine_edges()
-        grad_x = grad_weight = None
-        if edges[0] is not _UNUSED:
-            lease = runtime.acquire(weight, _BACKWARD, True, num_writes)
-            w = _local_stack(lease.read(), dtype)
-            grad_x = groups.input_grad(grad_y, w, ctx.num_rows)
-            del w
-            runtime.release(lease)
-        else:
-            runtime.enter()
-        weight_edge = _param_edge(param, edges[1])
-        if weight_edge is not _UNUSED:
-            runtime.reducer.make_room()
-            grad_weight = _reduce_weight_grad(weight, param, groups.weight_grad(grad_y, x), weight_edge)
-        return grad_x, grad_weight, None, None, None, None
-
-
-_apply_grouped_linear = fast_apply(_GroupedLinear)
-
-
-def grouped_linear(
-    module: nn.Module,
-    name: str,
-    x: torch.Tensor,
-    *,
-    offsets: torch.Tensor | None = None,
-    splits: list[int] | None = None,
-) -> torch.Tensor:
-    """One linear for each expert of a stack, gathered for this call only: for a forward given as ``forwards=``.
-
-    Args:
-        module, name: whose parameter, logical shape (experts, out, in); of it this rank's experts and out or in
-            features are used, E of them.
-        x: (T, in), rows of one expert after the other.
-        offsets: int32 (E,), where each expert's rows end: torch's grouped GEMM, on x and weight in bfloat16. What is in
-            rows of y and of the gradient of x beyond the last is not defined.
-        splits: the number of rows of each expert: one product an expert. y has as many rows as these together.
-
-    Returns:
-        (rows, out). Gradients flow back into x and the parameter.
-
-    Raises:
-        AttributeError: ``module`` is not under GTP, or has no parameter of that name.
-        ValueError: not exactly one of ``offsets`` and ``splits``; a number of experts that is not this rank's.
-    """
-    if (offsets is None) == (splits is None):
-        raise ValueError("grouped_linear takes either offsets= or splits=")
-    state: ModuleState | None = module.__dict__.get(STATE)
-    if state is None or module._parameters.get(name) is None:
-        found = "is not under GTP" if state is None else f"has no parameter '{name}'; it has {list(module._parameters)}"
-        raise AttributeError(f"grouped_linear: {type(module).__name__} {found}")
-    groups = _Groups(offsets, splits)
-    if name not in state.weights:
-        w = use_small(module, name)
-        w = w.to_local() if isinstance(w, DTensor) else w
-        _check_num_groups(small_of(module, name).fqn, w.shape, offsets, splits)
-        keeps_dtype = offsets is None and small_of(module, name).runtime.config.param_dtype is None
-        return groups.product(x if keeps_dtype else x.to(w.dtype if offsets is None else torch.bfloat16), w)
-    weight = weight_of(module, name)
-    _check_num_groups(weight.fqn, weight.tp_local_shape, offsets, splits)
-    dtype = None
-    if offsets is not None:
-        x = x.bfloat16()
-    else:
-        x, _, dtype = _cast_inputs(x, None, weight)
-    return _apply_grouped_linear(x, weight.param, weight, groups, weight.runtime.forward_kind(), dtype)
-
-
-def _check_num_groups(fqn: str, shape: torch.Size, offsets: torch.Tensor | None, splits: list[int] | None) -> None:
-    num_groups = len(splits) if offsets is None else offsets.shape[0]
-    if len(shape) != 3 or shape[0] != num_groups:
-        raise ValueError(
-            f"grouped_linear: {num_groups} groups of rows for {fqn}, of shape {tuple(shape)} on this rank: dim 0 counts "
-            "experts"
-        )
 
 
 # ---- embedding
@@ -437,7 +285,7 @@ class _Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
         (ids,) = ctx.saved_tensors
-        edge = _param_edge(ctx.param, engine_edges()[1])
+        edge = param_edge(ctx.param, engine_edges()[1])
         if edge is _UNUSED:
             return (None,) * 6
         weight = ctx.weight
@@ -446,7 +294,7 @@ class _Embedding(torch.autograd.Function):
         grad = torch.ops.aten.embedding_dense_backward(
             grad_y, ids, weight.cut.num_rows, ctx.padding_idx, ctx.scale_by_freq
         )
-        return None, _reduce_weight_grad(weight, ctx.param, grad, edge), None, None, None, None
+        return None, reduce_weight_grad(weight, ctx.param, grad, edge), None, None, None, None
 
 
 class _TPEmbedding(torch.autograd.Function):
@@ -486,7 +334,7 @@ class _TPEmbedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
         local_ids, outside = ctx.saved_tensors
-        edge = _param_edge(ctx.param, engine_edges()[1])
+        edge = param_edge(ctx.param, engine_edges()[1])
         if edge is _UNUSED:
             return (None,) * 6
         weight = ctx.weight
@@ -498,7 +346,7 @@ class _TPEmbedding(torch.autograd.Function):
             grad_y = grad_y.masked_fill(outside.unsqueeze(-1), 0)
         rows = weight.tp_local_shape[0]
         grad = torch.ops.aten.embedding_dense_backward(grad_y, local_ids, rows, ctx.padding_idx, ctx.scale_by_freq)
-        return None, _reduce_weight_grad(weight, ctx.param, grad, edge), None, None, None, None
+        return None, reduce_weight_grad(weight, ctx.param, grad, edge), None, None, None, None
 
 
 _apply_embedding, _apply_tp_embedding = fast_apply(_Embedding), fast_apply(_TPEmbedding)

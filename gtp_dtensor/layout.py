@@ -342,9 +342,10 @@ def weight_layout(
     divide their number, it cuts the out features of each of them instead, or most of its ranks would hold nothing.
     """
 
-    def cut_of(shape: torch.Size, size: int, alignment: int) -> RowCut:
-        is_stack = is_expert and len(shape) > 2
-        dim = 1 if is_stack and shape[0] % size else 0
+    is_stack = is_expert and len(tp_local_shape) > 2
+
+    def cut_of(shape: torch.Size, size: int, alignment: int, least_dim: int = 0) -> RowCut:
+        dim = 1 if is_stack and shape[0] % size else least_dim
         return RowCut(shape[dim], size, 1 if is_stack and dim == 0 else alignment, dim)
 
     cut = cut_of(tp_local_shape, axis_size, alignment)
@@ -352,7 +353,5 @@ def weight_layout(
     if num_replicas is not None:
         shard_shape = cut.resized(tp_local_shape, cut.rows_of(rank)[1])
         # An axis inside one that cuts dim 1 cuts it further, so that the order of cuts is that of the placements.
-        replica_cut = cut_of(shard_shape, num_replicas, 1)
-        if cut.dim == 1:
-            replica_cut = RowCut(shard_shape[1], num_replicas, dim=1)
+        replica_cut = cut_of(shard_shape, num_replicas, 1, cut.dim)
     return WeightLayout(tp_local_shape, cut, replica_cut, tp)

@@ -10,8 +10,9 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .config import GTPConfig
+from .domain import Domain
 from .layout import check_replacement, storage_mesh
-from .runtime import Domain, Runtime
+from .runtime import Runtime
 from .small import SmallParam
 from .weight import ShardedWeight
 

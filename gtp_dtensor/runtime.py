@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -16,15 +15,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .config import GTPConfig
+from .domain import Domain
 from .modes import in_backward, plain_ops
 from .reduce import Reducer
-from .schedule import IN_BACKWARD, Kind, Schedule, Use, block_distance
+from .schedule import IN_BACKWARD, Kind, Schedule, Use, block_distance, is_out_of_reach
 from .small import SmallParam
-from .transport import CollectiveTransport
 from .weight import Lease, ShardedWeight
 
 if TYPE_CHECKING:
@@ -43,78 +41,6 @@ class RuntimeCounters:
     num_refreshes: int = 0
     live_lease_bytes: int = 0
     peak_lease_bytes: int = 0
-
-
-class Domain:
-    """What all models on one gtp axis of one mesh share: communicators and side streams.
-
-    Beside the gtp axis there may be replicas, ranks that hold the same compute shards: along the axis of ``shard_mesh``
-    parameters and optimizer state are cut further, along that of ``replicate_mesh`` they are copies. Experts have a
-    domain of their own, also where their axes are those of the dense weights: their gathers are long and are issued a
-    block ahead, and on one communicator a dense weight's would queue behind them.
-    """
-
-    def __init__(
-        self,
-        gtp_mesh: DeviceMesh,
-        shard_mesh: DeviceMesh | None,
-        replicate_mesh: DeviceMesh | None,
-        is_expert: bool = False,
-    ) -> None:
-        device = torch.device(gtp_mesh.device_type)
-        if device.type != "cpu":
-            device = torch.device(device.type, torch.get_device_module(device.type).current_device())
-        self.device = device
-        self.gtp_mesh = gtp_mesh
-        self.shard_mesh = shard_mesh
-        self.replicate_mesh = replicate_mesh
-        self.is_expert = is_expert
-        prefix = "egtp" if is_expert else "gtp"
-        self.transport = CollectiveTransport(gtp_mesh.get_group(), device, prefix)
-        self.shard_transport = self.replicate_transport = None
-        if shard_mesh is not None:
-            self.shard_transport = CollectiveTransport(shard_mesh.get_group(), device, f"{prefix}_shard")
-        if replicate_mesh is not None:
-            self.replicate_transport = CollectiveTransport(
-                replicate_mesh.get_group(), device, f"{prefix}_replicate", gathers=False
-            )
-        # Numbers members in the order of their making, which is the same on all ranks, for good.
-        self.serials = itertools.count()
-
-    @property
-    def transports(self) -> list[CollectiveTransport]:
-        """Those of all data axes, the gtp axis first."""
-        return [t for t in (self.transport, self.shard_transport, self.replicate_transport) if t is not None]
-
-    def __deepcopy__(self, memo: dict) -> Domain:
-        return self
-
-
-class _DomainTable(dict):
-    """Domains by the ranks of their axes, kept on the root mesh: a mesh that is pickled or copied leaves them
-    behind."""
-
-    def __reduce__(self) -> tuple:
-        return (_DomainTable, ())
-
-    def __deepcopy__(self, memo: dict) -> _DomainTable:
-        return self
-
-
-def domain_of(
-    gtp_mesh: DeviceMesh,
-    shard_mesh: DeviceMesh | None = None,
-    replicate_mesh: DeviceMesh | None = None,
-    is_expert: bool = False,
-) -> Domain:
-    """The one domain of these mesh axes; creates communicators on first use (collective over each axis)."""
-    root = gtp_mesh._get_root_mesh()
-    table = root.__dict__.setdefault("_gtp_domains", _DomainTable())
-    meshes = (gtp_mesh, shard_mesh, replicate_mesh)
-    key = (is_expert, *(None if mesh is None else tuple(mesh.mesh.tolist()) for mesh in meshes))
-    if key not in table:
-        table[key] = Domain(*meshes, is_expert)
-    return table[key]
 
 
 class _BackwardEnd:
@@ -205,11 +131,11 @@ class Runtime:
             ValueError: of experts it is not known how many there are.
         """
         runtimes = [self]
+        fqn = next((weight.fqn for weight in self.live_weights()), "(no weight)")
         if self.domain.is_expert:
             root = self.root_state()
             runtimes = [] if root is None else [r for r in root.runtimes if not r.domain.is_expert]
             if any(r.config.calculate_per_token_loss != self.config.calculate_per_token_loss for r in runtimes):
-                fqn = next((weight.fqn for weight in self.live_weights()), "(no weight)")
                 raise ValueError(
                     f"{fqn}, an expert's weight, has calculate_per_token_loss={self.config.calculate_per_token_loss} and the "
                     "dense weights of its model have not: give both styles the same setting"
@@ -223,7 +149,6 @@ class Runtime:
             for runtime in runtimes
         }
         if len(counts) != 1:
-            fqn = next((weight.fqn for weight in self.live_weights()), "(no weight)")
             found = f"are on {' and on '.join(map(str, sorted(counts)))} ranks" if counts else "are not under GTP"
             raise ValueError(
                 f"{fqn}, an expert's weight on mesh axis {self.domain.gtp_mesh.mesh_dim_names} of size "
@@ -448,13 +373,9 @@ class Runtime:
             use = self.schedule.peek(ahead)
             if use is None:
                 return
-            index, kind, starts_pass = use
-            if kind in IN_BACKWARD:
-                # What the next backward reads; but the one after this forward may find its first weight gathered.
-                if starts_pass and is_backward:
-                    return
-            elif starts_pass or is_backward:
-                return  # beyond the end of this pass lies the user's code, perhaps an optimizer step
+            if is_out_of_reach(use, is_backward):
+                return
+            index, kind, _ = use
             weight = self.weights[index]()
             if weight is None:
                 return

@@ -35,6 +35,17 @@ class Use(NamedTuple):
     starts_pass: bool  # whether the root's forward, or a backward, was entered since the previous use
 
 
+def is_out_of_reach(use: Use, is_backward: bool) -> bool:
+    """Whether ``use`` lies beyond what may be gathered ahead from a forward, or from a backward.
+
+    Beyond the end of a pass lies the user's code, perhaps an optimizer step. But the backward after a forward may find
+    its first weights gathered.
+    """
+    if use.kind in IN_BACKWARD:
+        return use.starts_pass and is_backward
+    return use.starts_pass or is_backward
+
+
 def block_distance(
     peek: Callable[[int], Use | None], role_of: Callable[[int], str | None], role: str, num_blocks: int, farthest: int
 ) -> int:

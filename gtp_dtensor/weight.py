@@ -5,9 +5,9 @@
     shard            this rank's rows of it along the gtp axis
     stored rows      what the registered parameter, a DTensor, always, holds of the shard: all of it, or where an
                      optimizer shard axis cuts it further, this replica's part
-    compute shard    what is gathered (on an axis of size 1: what is read): the stored rows themselves where they are the whole shard in the right dtype and
-                     length, else a copy in ``param_dtype``, zero-padded to the length that all ranks send; rewritten
-                     once an optimizer step
+    compute shard    what is gathered (on an axis of size 1: what is read): the stored rows themselves where they are
+                     the whole shard in the right dtype and length, else a copy in ``param_dtype``, zero-padded to the
+                     length that all ranks send; rewritten once an optimizer step
     gathered weight  the TP-local weight that a GEMM reads
     use              one consumption of a weight (see schedule.py)
     lease            one gathered weight in memory. A use takes exactly one lease, nobody overwrites a live one, and

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-import gtp_dtensor.functional
+import gtp_dtensor.experts
 import gtp_dtensor.weight
 from gtp_dtensor import (
     GTPConfig,
@@ -546,7 +546,7 @@ def test_autocast(rank, world_size):
 @ranks(2)
 def test_one_gradient_of_a_stack_is_in_flight_at_a_time(rank, world_size):
     module = lone_experts(world_size, forwards={Experts: grouped_experts})
-    groups, most = gtp_dtensor.functional._Groups, []
+    groups, most = gtp_dtensor.experts._Groups, []
     weight_grad = groups.weight_grad
 
     def counting(self, *args):
