@@ -1,4 +1,4 @@
-"""The classes that sharded modules get: one subclass for each original class, which changes ``forward`` only.
+"""The classes that sharded modules get: one subclass for each original class, which changes ``forward`` and what goes with it.
 
 A patched ``forward`` or a hook that holds process groups would break ``deepcopy``; a class does not.
 """
@@ -11,9 +11,11 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from . import functional
 from .init import logical_init
+from .layout import new_dtensor
 from .members import STATE, ModuleState, small_of, weight_of
 from .modes import in_backward
 
@@ -148,9 +150,15 @@ def sharded_class(base: type[nn.Module], explicit: Forward | None) -> type[nn.Mo
                     return use(self, name)
         return base.__getattr__(self, name)
 
+    def _save_to_state_dict(self: nn.Module, destination: dict, prefix: str, keep_vars: bool) -> None:
+        base._save_to_state_dict(self, destination, prefix, keep_vars)
+        if not keep_vars:
+            _share_versions(self, destination, prefix)
+
     namespace = {
         "forward": forward,
         "__getattr__": __getattr__,
+        "_save_to_state_dict": _save_to_state_dict,
         "__module__": base.__module__,
         "__doc__": base.__doc__,
     }
@@ -164,6 +172,21 @@ def sharded_class(base: type[nn.Module], explicit: Forward | None) -> type[nn.Mo
     if issubclass(base, nn.Embedding):
         namespace["_fill_padding_idx_with_zero"] = _fill_padding_row
     return type(f"GTP{base.__name__}", (base,), namespace)
+
+
+def _share_versions(module: nn.Module, destination: dict, prefix: str) -> None:
+    """Make writes into ``module``'s part of a state dict count as writes into its weights, as they do without GTP.
+
+    ``detach()`` of a DTensor makes a local tensor with a version counter of its own: a ``dcp.load`` into
+    ``model.state_dict()`` would change the parameters without a trace.
+    """
+    state: ModuleState = module.__dict__[STATE]
+    for name in state.weights:
+        param, value = module._parameters.get(name), destination.get(prefix + name)
+        if isinstance(param, DTensor) and isinstance(value, DTensor) and value is not param:
+            local = param._local_tensor
+            if value._local_tensor.is_set_to(local):
+                destination[prefix + name] = new_dtensor(local.detach(), param._spec)
 
 
 def _fill_padding_row(self: nn.Embedding) -> None:

@@ -30,7 +30,7 @@ from tests.checkpoint_cases import (
     Run,
     load_and_load_state_dict,
     load_and_set,
-    load_in_place_and_refresh,
+    load_in_place,
     load_on,
     load_stateful,
     num_ranks,
@@ -156,7 +156,7 @@ def test_what_was_loaded_is_computed_with(kind, topology, rank, tmp_path):
     source.train(0, 2)
     dcp.save(source.state(), checkpoint_id=tmp_path / "checkpoint")
     expected = source.loss(2)
-    for load in (load_and_set, load_and_load_state_dict, load_stateful, load_in_place_and_refresh):
+    for load in (load_and_set, load_and_load_state_dict, load_stateful, load_in_place):
         run = Run(kind, topology, seed=3, param_dtype=torch.bfloat16)
         with_stale_copies(run)
         before = stats(run.model).num_refreshes
