@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from .functional import (
     Edge,
-    cast_inputs,
     engine_edges,
     fast_apply,
     once_differentiable,
@@ -23,6 +22,7 @@ from .functional import (
     reduce_weight_grad,
     use_small,
 )
+from .local import cast_inputs
 from .members import STATE, ModuleState, small_of, weight_of
 from .schedule import Kind
 from .weight import ShardedWeight
@@ -169,5 +169,5 @@ def grouped_linear(
     weight = weight_of(module, name)
     groups.check(weight.fqn, weight.tp_local_shape)
     if offsets is None:
-        x, _, dtype = cast_inputs(x, None, weight)
+        x, _, dtype = cast_inputs(x, None, weight.compute_dtype, weight.runtime.config.param_dtype is not None)
     return _apply_grouped_linear(x, weight.param, weight, groups, weight.runtime.forward_kind(), dtype)

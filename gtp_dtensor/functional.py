@@ -19,10 +19,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx
 from torch.autograd.function import once_differentiable as torch_once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.compiler import is_dynamo_compiling
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from . import compiled
 from .layout import new_dtensor
+from .local import cast_inputs, embedding_grad, embedding_placement, linear_weight_grad, look_up, rows_here
 from .members import small_of, state_members, weight_of
 from .reduce import wants_gradient_returned
 from .schedule import Kind
@@ -157,20 +160,10 @@ class _Materialize(torch.autograd.Function):
 _apply_materialize = fast_apply(_Materialize)
 
 
-def cast_arguments(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Floating-point tensors among a forward's arguments in the dtype that its weights (parameters of two dims or more)
-    are computed with, where ``param_dtype`` sets one: FSDP2 does the same at the border of a module."""
+def input_dtypes(module: nn.Module) -> set[torch.dtype]:
+    """What ``param_dtype`` has weights of ``module``, parameters of two dims or more, computed in; see cast_arguments."""
     members = [member for member in state_members(module) if member.runtime.config.param_dtype is not None]
-    dtypes = {member.compute_dtype for member in members if len(member.spec.shape) > 1}
-    if len(dtypes) != 1:
-        return args, kwargs
-    (dtype,) = dtypes
-
-    def cast(value: object) -> object:
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_float and value.dtype != dtype else value
-
-    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+    return {member.compute_dtype for member in members if len(member.spec.shape) > 1}
 
 
 def materialize(module: nn.Module, name: str) -> torch.Tensor:
@@ -180,22 +173,6 @@ def materialize(module: nn.Module, name: str) -> torch.Tensor:
 
 
 # ---- linear
-
-
-def cast_inputs(x: torch.Tensor, bias: torch.Tensor | None, weight: ShardedWeight) -> tuple:
-    """(x, bias, the dtype that autocast casts the weight to or None): in the dtype that is computed in, autocast's,
-    else ``param_dtype``'s."""
-    autocast = None
-    dtype = weight.compute_dtype
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
-        if torch.float64 not in (x.dtype, dtype):  # autocast leaves these alone
-            autocast = dtype = torch.get_autocast_dtype(x.device.type)
-    if autocast is not None or weight.runtime.config.param_dtype is not None:
-        if x.dtype != dtype and x.is_floating_point():
-            x = x.to(dtype)
-        if bias is not None and bias.dtype != dtype:
-            bias = bias.to(dtype)
-    return x, bias, None if autocast is weight.compute_dtype else autocast
 
 
 class _Linear(torch.autograd.Function):
@@ -237,7 +214,7 @@ class _Linear(torch.autograd.Function):
         weight_edge = param_edge(param, edges[1])
         if weight_edge is not _UNUSED:
             runtime.reducer.make_room()  # before the next unsharded gradient is in memory
-            grad = _weight_grad(rows, x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight.reduce_dtype)
+            grad = linear_weight_grad(rows, x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight.reduce_dtype)
             grad_weight = reduce_weight_grad(weight, param, grad, weight_edge)
             del grad
         if has_bias_grad:
@@ -245,23 +222,16 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _weight_grad(grad_rows: torch.Tensor, x_rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """grad_rows^T x_rows, (out, in). On a GPU it leaves the GEMM's float32 accumulator in ``dtype`` where that is
-    float32 (no rounding to 16 bits and no kernel that converts); elsewhere it has the dtype of its factors."""
-    if dtype is torch.float32 and x_rows.is_cuda and type(x_rows) is type(grad_rows) is torch.Tensor:
-        if x_rows.dtype is grad_rows.dtype and x_rows.dtype in (torch.bfloat16, torch.float16):
-            return torch.mm(grad_rows.t(), x_rows, out_dtype=dtype)
-    return torch.mm(grad_rows.t(), x_rows)
-
-
 _apply_linear = fast_apply(_Linear)
 
 
 def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """``module(x)`` for a linear whose weight is sharded."""
+    if is_dynamo_compiling():
+        return compiled.linear(module, x)
     weight = weight_of(module, "weight")
     bias = None if module._parameters.get("bias") is None else use_small(module, "bias")
-    x, bias, dtype = cast_inputs(x, bias, weight)
+    x, bias, dtype = cast_inputs(x, bias, weight.compute_dtype, weight.runtime.config.param_dtype is not None)
     return _apply_linear(x, weight.param, bias, weight, weight.runtime.forward_kind(), dtype)
 
 
@@ -269,91 +239,55 @@ def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows of a gathered table. ids (...) integer, table (V, d); its backward needs no gather."""
+    """Rows of a gathered table. ids (...) integer, table (V, d); its backward needs no gather.
+
+    On a tp mesh, a table cut by rows (the vocabulary) is looked up locally: rows of other ranks give zeros in a Partial
+    sum, and the gradient stays as large as this rank's rows. DTensor's own rule would make a gradient of the whole
+    vocabulary on every rank.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, ids, param, weight: ShardedWeight, padding_idx: int, scale_by_freq: bool, kind: Kind):
+        tp, num_rows = weight.tp, weight.tp_local_shape[0]
+        ids = ids._local_tensor if isinstance(ids, DTensor) else ids
+        ids, outside, padding_idx = rows_here(ids, num_rows, tp, padding_idx)
         lease = weight.runtime.acquire(weight, kind, may_keep=False)
-        y = F.embedding(ids, lease.read())
+        y = look_up(ids, outside, lease.read_local())
         weight.runtime.release(lease)
-        ctx.weight, ctx.param = weight, param
-        ctx.padding_idx, ctx.scale_by_freq = padding_idx, scale_by_freq
-        ctx.save_for_backward(ids)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
-        (ids,) = ctx.saved_tensors
-        edge = param_edge(ctx.param, engine_edges()[1])
-        if edge is _UNUSED:
-            return (None,) * 6
-        weight = ctx.weight
-        weight.runtime.enter()
-        weight.runtime.reducer.make_room()
-        grad = torch.ops.aten.embedding_dense_backward(
-            grad_y, ids, weight.cut.num_rows, ctx.padding_idx, ctx.scale_by_freq
-        )
-        return None, reduce_weight_grad(weight, ctx.param, grad, edge), None, None, None, None
-
-
-class _TPEmbedding(torch.autograd.Function):
-    """The same on a tp mesh. A table cut by rows (the vocabulary) is looked up locally: rows of other ranks give zeros
-    in a Partial sum, and the gradient stays as large as this rank's rows. DTensor's own rule would make a gradient of
-    the whole vocabulary on every rank."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, ids, param, weight: ShardedWeight, padding_idx: int, scale_by_freq: bool, kind: Kind):
-        tp = weight.tp
-        local_ids = ids._local_tensor if isinstance(ids, DTensor) else ids
-        lease = weight.runtime.acquire(weight, kind, may_keep=False)
-        table = lease.read()._local_tensor
-        (tp_placement,) = tp.placements
-        if tp_placement == Shard(0):
-            start = tp.mesh.get_local_rank() * -(-param.shape[0] // tp.mesh.size())
-            outside = (local_ids < start) | (local_ids >= start + table.shape[0])
-            local_ids = (local_ids - start).masked_fill(outside, 0)
-            padding_idx = padding_idx - start if start <= padding_idx < start + table.shape[0] else -1
-            y = F.embedding(local_ids, table).masked_fill(outside.unsqueeze(-1), 0)
-            placement = Partial()
-        else:
-            outside = None
-            y = F.embedding(local_ids, table)
-            placement = Shard(y.dim() - 1) if tp_placement == Shard(1) else Replicate()
-        del table
-        weight.runtime.release(lease)
-        ctx.weight, ctx.param = weight, param
-        ctx.padding_idx, ctx.scale_by_freq = padding_idx, scale_by_freq
-        ctx.grad_placement = placement if isinstance(placement, Shard) else Replicate()
-        ctx.save_for_backward(local_ids, outside)
-        shape = torch.Size((*local_ids.shape, param.shape[1]))
+        ctx.use = weight, param, num_rows, padding_idx, scale_by_freq
+        ctx.save_for_backward(ids, outside)
+        if tp is None:
+            return y
+        placement = embedding_placement(tp, y.dim())
+        shape = torch.Size((*ids.shape, param.shape[1]))
         meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), y.dtype)
         return new_dtensor(y, DTensorSpec(tp.mesh, (placement,), tensor_meta=meta))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
-        local_ids, outside = ctx.saved_tensors
-        edge = param_edge(ctx.param, engine_edges()[1])
+        ids, outside = ctx.saved_tensors
+        weight, param, num_rows, padding_idx, scale_by_freq = ctx.use
+        edge = param_edge(param, engine_edges()[1])
         if edge is _UNUSED:
             return (None,) * 6
-        weight = ctx.weight
         weight.runtime.enter()
         weight.runtime.reducer.make_room()
         if isinstance(grad_y, DTensor):
-            grad_y = grad_y.redistribute(weight.tp.mesh, [ctx.grad_placement])._local_tensor
-        if outside is not None:
-            grad_y = grad_y.masked_fill(outside.unsqueeze(-1), 0)
-        rows = weight.tp_local_shape[0]
-        grad = torch.ops.aten.embedding_dense_backward(grad_y, local_ids, rows, ctx.padding_idx, ctx.scale_by_freq)
-        return None, reduce_weight_grad(weight, ctx.param, grad, edge), None, None, None, None
+            placement = embedding_placement(weight.tp, grad_y.dim())
+            wanted = placement if isinstance(placement, Shard) else Replicate()
+            grad_y = grad_y.redistribute(weight.tp.mesh, [wanted])._local_tensor
+        grad = embedding_grad(grad_y, ids, outside, num_rows, padding_idx, scale_by_freq)
+        return None, reduce_weight_grad(weight, param, grad, edge), None, None, None, None
 
 
-_apply_embedding, _apply_tp_embedding = fast_apply(_Embedding), fast_apply(_TPEmbedding)
+_apply_embedding = fast_apply(_Embedding)
 
 
 def embedding(module: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
     """``module(ids)`` for an embedding whose table is sharded."""
+    if is_dynamo_compiling():
+        return compiled.embedding(module, ids)
     weight = weight_of(module, "weight")
     if isinstance(ids, DTensor) and not isinstance(ids.placements[0], Replicate):
         raise RuntimeError(
@@ -361,5 +295,6 @@ def embedding(module: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
             "a tensor-parallel embedding needs them replicated"
         )
     padding_idx = -1 if module.padding_idx is None else module.padding_idx
-    apply = _apply_embedding if weight.tp is None else _apply_tp_embedding
-    return apply(ids, weight.param, weight, padding_idx, module.scale_grad_by_freq, weight.runtime.forward_kind())
+    return _apply_embedding(
+        ids, weight.param, weight, padding_idx, module.scale_grad_by_freq, weight.runtime.forward_kind()
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +15,9 @@ from .layout import check_replacement, storage_mesh
 from .runtime import Runtime
 from .small import SmallParam
 from .weight import ShardedWeight
+
+if TYPE_CHECKING:
+    from .compiled import LeafHandle, WeightHandle
 
 STATE = "_gtp"  # the attribute, in a module's __dict__, that holds its ModuleState
 ROOT = "_gtp_root"  # the same for the RootState of a module that parallelize_module was called on
@@ -31,6 +34,9 @@ class ModuleState:
         self._module = weakref.ref(module)
         self.weights: dict[str, ShardedWeight] = {}
         self.smalls: dict[str, SmallParam] = {}
+        # What compiled code knows of them, see compiled.py.
+        self.handles: dict[str, WeightHandle] = {}
+        self.leaves: dict[str, LeafHandle] = {}
         self.borrows: list[str] = []
         self.is_simple = False  # owns whole vectors only
 
@@ -121,6 +127,7 @@ class RootState:
         self.module = weakref.ref(module)
         self.runtimes: list[Runtime] = []
         self.members: list[ShardedWeight | SmallParam] = []
+        self.has_run = False
         # (mesh that parameters are stored on, the model-parallel mesh in it) by gtp axis
         self._storage: dict[Domain, tuple[DeviceMesh, DeviceMesh | None]] = {}
 
@@ -165,26 +172,6 @@ class RootState:
         for member in self.members:
             _copy_member(member, memo)
         return copied
-
-
-def root_state(root: nn.Module) -> RootState:
-    """The RootState of ``root``, made on first use together with the hooks that tell when its forward runs."""
-    state = root.__dict__.get(ROOT)
-    if state is None:
-        state = root.__dict__[ROOT] = RootState(root)
-        root.register_forward_pre_hook(_enter_root)
-        root.register_forward_hook(_exit_root, always_call=True)
-    return state
-
-
-def _enter_root(module: nn.Module, args: tuple) -> None:
-    for runtime in module.__dict__[ROOT].runtimes:
-        runtime.enter_root()
-
-
-def _exit_root(module: nn.Module, args: tuple, output: object) -> None:
-    for runtime in module.__dict__[ROOT].runtimes:
-        runtime.exit_root()
 
 
 def state_members(module: nn.Module) -> list[ShardedWeight | SmallParam]:

@@ -11,12 +11,14 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn as nn
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor
 
-from . import functional
+from . import compiled, functional
 from .init import logical_init
 from .layout import new_dtensor
-from .members import STATE, ModuleState, small_of, weight_of
+from .local import cast_arguments
+from .members import ROOT, STATE, ModuleState, RootState, small_of, weight_of
 from .modes import in_backward
 
 
@@ -120,7 +122,7 @@ def explicit_forward(module: nn.Module, forwards: Mapping[type[nn.Module], Forwa
 @functools.lru_cache(maxsize=None)
 def _with_cast_arguments(function: Forward) -> Forward:
     def forward(self: nn.Module, *args, **kwargs):
-        args, kwargs = functional.cast_arguments(self, args, kwargs)
+        args, kwargs = cast_arguments(functional.input_dtypes(self), args, kwargs)
         return function(self, *args, **kwargs)
 
     return forward
@@ -133,17 +135,24 @@ def sharded_class(base: type[nn.Module], explicit: Forward | None) -> type[nn.Mo
     if forward is None:
 
         def forward(self: nn.Module, *args, **kwargs):
+            if is_dynamo_compiling():
+                args, kwargs = cast_arguments(compiled.input_dtypes(self), args, kwargs)
+                return base.forward(self, *args, **kwargs)
             state: ModuleState = self.__dict__[STATE]
             if state.is_simple and not state.smalls.keys() & self.__dict__.keys():
                 return _forward_with_whole_params(base, self, state, args, kwargs)
-            args, kwargs = functional.cast_arguments(self, args, kwargs)
+            args, kwargs = cast_arguments(functional.input_dtypes(self), args, kwargs)
             with _exposed(self):
                 return base.forward(self, *args, **kwargs)
 
     def __getattr__(self: nn.Module, name: str):
         # A forward that checkpoints a method of its own: the recompute runs that method alone, outside of _exposed.
         # Hooks that look at parameters inside a backward run without gradients and see the DTensor.
-        if in_backward() and torch.is_grad_enabled():
+        if is_dynamo_compiling():
+            state: ModuleState = self.__dict__[STATE]
+            if name in state.handles or name in state.leaves:
+                return compiled.use(self, name)
+        elif in_backward() and torch.is_grad_enabled():
             state = self.__dict__.get(STATE)
             if state is not None and (name in state.weights or name in state.smalls):
                 if self._parameters.get(name) is not None:
@@ -204,3 +213,31 @@ def _fill_padding_row(self: nn.Embedding) -> None:
     if 0 <= row < local.shape[0]:
         with torch.no_grad():
             local[row].fill_(0)
+
+
+def root_state(root: nn.Module) -> RootState:
+    """The RootState of ``root``, made on first use together with the hooks that tell when its forward runs."""
+    state = root.__dict__.get(ROOT)
+    if state is None:
+        state = root.__dict__[ROOT] = RootState(root)
+        root.register_forward_pre_hook(_enter_root)
+        root.register_forward_hook(_exit_root, always_call=True)
+    return state
+
+
+@torch.compiler.disable(recursive=True, reason="GTP's bookkeeping at the borders of a model's forward is not traced")
+def _enter_root(module: nn.Module, args: tuple) -> None:
+    state: RootState = module.__dict__[ROOT]
+    for runtime in state.runtimes:
+        runtime.enter_root()
+    if not state.has_run or any(runtime.is_compiled for runtime in state.runtimes):
+        state.has_run = True
+        for part in module.modules():
+            if STATE in part.__dict__:
+                compiled.sync_handles(part)
+
+
+@torch.compiler.disable(recursive=True, reason="GTP's bookkeeping at the borders of a model's forward is not traced")
+def _exit_root(module: nn.Module, args: tuple, output: object) -> None:
+    for runtime in module.__dict__[ROOT].runtimes:
+        runtime.exit_root()

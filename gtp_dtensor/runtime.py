@@ -80,6 +80,7 @@ class Runtime:
         self._largest_bytes = 0
         self._depth = 0  # of the root's forward, outside backwards
         self._starts_pass = False  # the next use is the first of a pass
+        self.is_compiled = False  # compiled code uses our weights
         self._has_optimizer = False  # an optimizer stepped on our weights
         self._mispredictions_pruned = 0
         self._backwards: dict[int, weakref.ref[_BackwardEnd]] = {}
@@ -468,7 +469,7 @@ class Runtime:
             return
         for weight in stepped:
             if weight.param.grad is not None:
-                weight.num_writes += 1
+                weight.count_write()
         # All of them: an optimizer may have been given fewer parameters on a rank whose shards are empty.
         for weight in self.live_weights():
             weight.mark_changed()

@@ -18,11 +18,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.parallel import parallelize_module as _torch_parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from .compiled import sync_handles
 from .config import GTPConfig
 from .domain import Domain, domain_of
 from .layout import TPLayout, check_gtp_mesh, replica_axis, weight_layout
-from .members import STATE, ModuleState, root_state
-from .modules import Forward, explicit_forward, sharded_class
+from .members import STATE, ModuleState
+from .modules import Forward, explicit_forward, root_state, sharded_class
 from .plan import ModuleFilter, Plan, is_taken_by_experts
 from .runtime import SUCCESSOR
 from .small import SmallParam
@@ -224,6 +225,7 @@ class _Application:
         vectors_only = all(len(small.spec.shape) < 2 for small in state.smalls.values())
         state.is_simple = vectors_only and not (state.weights or state.borrows or isinstance(module, nn.RNNBase))
         module.__class__ = sharded_class(type(module), explicit)
+        sync_handles(module)
 
     def _convert(self, fqn: str, param: nn.Parameter) -> ShardedWeight | SmallParam:
         tp = self.plan.tp[id(param)]

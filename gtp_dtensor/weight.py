@@ -117,13 +117,26 @@ class Lease:
             self._to(_READY)
             self._transfer.wait()
 
-    def read(self) -> torch.Tensor:
-        """The gathered weight in its TP-local shape: a plain tensor, or a DTensor on the tp mesh."""
-        if self.state is not _READY:
-            raise RuntimeError(f"{self.weight.fqn}: read of a gathered weight that is '{self.state.value}'")
+    def read_local(self) -> torch.Tensor:
+        """The gathered weight in its TP-local shape, plain."""
         weight = self.weight
-        local = self._buffer if weight.is_buffer_exact else weight.cut.unpack(self._buffer)
-        return local if weight.tp is None else weight.tp.wrap(local)
+        if self.state is not _READY:
+            raise RuntimeError(f"{weight.fqn}: read of a gathered weight that is '{self.state.value}'")
+        return self._buffer if weight.is_buffer_exact else weight.cut.unpack(self._buffer)
+
+    def read(self) -> torch.Tensor:
+        """The same as what its module computes with: plain, or a DTensor on the tp mesh."""
+        local, tp = self.read_local(), self.weight.tp
+        return local if tp is None else tp.wrap(local)
+
+    def hand_over(self) -> torch.Tensor:
+        """READY -> ENDED. What :meth:`read_local` gives, the caller's to keep: memory of nobody else's."""
+        local = self.read_local()
+        if self.weight.runtime.transport.size == 1:
+            local = local.clone()  # not the compute shard itself
+        self._buffer = None
+        self.end()
+        return local
 
     def end(self) -> None:
         """READY or IN_FLIGHT -> ENDED. The buffer is let go once the computing stream is ordered after the gather."""
@@ -170,6 +183,7 @@ class ShardedWeight:
         self.counters = WeightCounters()
         self.serial = -1  # unique in the domain, given by the runtime that adopts this
         self.num_writes = 0  # how often its values really changed
+        self.tokens: list[torch.Tensor] = []  # of compiled code
         self.generation = 0
         self.gathered_bytes = self._count_gathered_bytes()
         self.next_lease: Lease | None = None  # gathered ahead of its use
@@ -212,7 +226,7 @@ class ShardedWeight:
     def replace_param(self, param: nn.Parameter) -> None:
         """Use ``param`` from now on (its layout was checked)."""
         self.param = param
-        self.num_writes += 1
+        self.count_write()
         self.mark_changed()
 
     def mark_changed(self) -> None:
@@ -235,12 +249,18 @@ class ShardedWeight:
         param = self.param
         local = param._local_tensor
         if local is not self._local():  # to_empty() and to() put another one into the same parameter
-            self.num_writes += 1
+            self.count_write()
         elif self._counts_versions:
             if param._version == self._version and local._version == self._local_version:
                 return
-            self.num_writes += 1
+            self.count_write()
         self.mark_changed()
+
+    def count_write(self) -> None:
+        """The values changed: a backward of a forward before this must not run."""
+        self.num_writes += 1
+        for token in self.tokens:  # autograd compares the versions of what it saved
+            torch.autograd.graph.increment_version(token)
 
     def refuse_changed(self) -> None:
         """Raise: the weight was written since the forward whose backward runs, and would read other values than it."""

@@ -1,0 +1,481 @@
+"""What ``torch.compile`` sees of a use of a weight: one opaque operator each way.
+
+[Note: what the compiler may not know]
+    The gathered weight never appears in a graph, so it can neither be saved for backward nor be gathered once more than
+    the eager program does: gather, GEMM and release are one operator, with the same schedule and look-ahead inside.
+    (Modules whose computation we do not know are the exception, as in eager: theirs is an output of an operator.)
+
+    Which weight is meant is told by a *token*: a tensor of the weight's shape, dtype and device over one element of
+    memory. Being a tensor it is an input of the graph, so that all blocks of one kind share one compilation, and guards
+    see what differs: shape, dtype, device. The operator finds the weight through an attribute of the token object,
+    which the compiler passes on as it is, to the backward too.
+
+    The gradient of a weight does not flow through the graph either: the backward operator starts its reduction, as in
+    eager. What keeps that operator alive is the gradient of its input, or, where that needs none, of an *anchor*, a
+    tensor of one element that requires a gradient exactly if the weight does. A number that differs between the calls
+    of one graph keeps two backward calls with equal arguments from being merged into one.
+
+    Parameters that stay whole enter as a leaf that shares their memory: their casts fuse with what reads them, and a
+    hook on that leaf hands its gradient over.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.library import Library
+
+from .layout import TPLayout
+from .local import cast_inputs, embedding_grad, embedding_placement, linear_weight_grad, look_up, rows_here
+from .members import STATE, ModuleState, small_of, weight_of
+from .modes import in_backward
+from .reduce import wants_gradient_returned
+from .schedule import Kind
+from .weight import ShardedWeight
+
+_OWNER = "_gtp_owner"  # attribute of a token: (weak reference to the module, name of the parameter)
+_CALLS = "_gtp_calls"  # attribute of a token: how often it was used, in the graph that is being traced
+
+
+@dataclass(eq=False, slots=True)
+class WeightHandle:
+    """What compiled code knows of a sharded weight; see [Note: what the compiler may not know].
+
+    Attributes:
+        token: (TP-local shape), in compute dtype.
+        anchor: (1,), requires a gradient if the weight does.
+        casts: whether inputs are brought to the compute dtype, autocast or not.
+        tp: its model-parallel layout.
+    """
+
+    token: torch.Tensor
+    anchor: torch.Tensor
+    casts: bool
+    tp: TPLayout | None
+
+
+@dataclass(eq=False, slots=True)
+class LeafHandle:
+    """What compiled code knows of a parameter that stays whole.
+
+    Attributes:
+        leaf: shares the parameter's local memory.
+        dtype: what it is computed in.
+        casts: see WeightHandle.
+        tp: its model-parallel layout.
+    """
+
+    leaf: torch.Tensor
+    dtype: torch.dtype
+    casts: bool
+    tp: TPLayout | None
+
+
+def sync_handles(module: nn.Module) -> None:
+    """Make ``module``'s handles what its parameters are now: new ones where device, dtype or memory changed."""
+    state: ModuleState = module.__dict__[STATE]
+    for name in state.weights:
+        param = module._parameters.get(name)
+        if isinstance(param, DTensor):
+            _sync_weight(state, module, name, weight_of(module, name))
+    for name in state.smalls:
+        param = module._parameters.get(name)
+        if isinstance(param, DTensor):
+            _sync_leaf(state, module, name)
+
+
+def _sync_weight(state: ModuleState, module: nn.Module, name: str, weight: ShardedWeight) -> None:
+    handle = state.handles.get(name)
+    device, dtype, trains = weight.param.device, weight.compute_dtype, weight.param.requires_grad
+    if handle is None or handle.token.device != device or handle.token.dtype != dtype:
+        shape = weight.tp_local_shape
+        token = torch.empty_strided(shape, (0,) * len(shape), dtype=dtype, device=device)
+        setattr(token, _OWNER, (weakref.ref(module), name))
+        weight.tokens.append(token)
+        anchor = torch.zeros(1, device=device)
+        casts = weight.runtime.config.param_dtype is not None
+        handle = state.handles[name] = WeightHandle(token, anchor, casts, weight.tp)
+    if handle.anchor.requires_grad != trains:
+        handle.anchor.requires_grad_(trains)
+
+
+def _sync_leaf(state: ModuleState, module: nn.Module, name: str) -> None:
+    small = small_of(module, name)
+    param, handle = small.param, state.leaves.get(name)
+    local = param._local_tensor
+    if handle is None or not handle.leaf.is_set_to(local) or handle.dtype != small.compute_dtype:
+        leaf = local.detach()
+        handle = state.leaves[name] = LeafHandle(
+            leaf, small.compute_dtype, small.runtime.config.param_dtype is not None, small.tp
+        )
+        if leaf.is_floating_point():
+            leaf.requires_grad_(True)
+            leaf.register_post_accumulate_grad_hook(_LeafHook(module, name))
+    if handle.leaf.requires_grad != param.requires_grad:
+        handle.leaf.requires_grad_(param.requires_grad)
+
+
+class _LeafHook:
+    """Hands the gradient of a leaf over to the reducer."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = weakref.ref(module), name
+
+    def __call__(self, leaf: torch.Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        small = small_of(self._module(), self._name)
+        param = small.param
+        if not param.requires_grad:
+            return
+        refuse_hooks(small.fqn, param)
+        small.runtime.is_compiled = True
+        small.runtime.enter()
+        small.runtime.reducer.collect(small, param, grad)
+
+
+def refuse_hooks(fqn: str, param: nn.Parameter) -> None:
+    """Raise ``RuntimeError`` where a hook waits for a gradient that compiled code does not bring by."""
+    if wants_gradient_returned(param):
+        raise RuntimeError(
+            f"{fqn}: a hook on this parameter waits for its gradient, which does not pass through autograd in compiled code: "
+            "remove the hook, or leave the module that owns the parameter uncompiled (torch.compiler.disable)"
+        )
+
+
+# ---- operators
+
+library = Library("gtp", "DEF")
+
+
+def _define(schema: str, implementation, fake) -> None:
+    name = schema.partition("(")[0]
+    library.define(schema)
+    library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gtp::{name}", fake, lib=library)
+
+
+def _weight(token: torch.Tensor) -> ShardedWeight:
+    """The weight that ``token`` stands for."""
+    ref, name = getattr(token, _OWNER)
+    return weight_of(ref(), name)
+
+
+def _kind(grad: bool) -> Kind:
+    """Of a forward use. In compiled code grad mode is off while a forward runs: it was noted before."""
+    if in_backward():
+        return Kind.RECOMPUTE
+    return Kind.FORWARD if grad else Kind.INFERENCE
+
+
+def _used_weight(token: torch.Tensor, grad: bool, trains: bool) -> ShardedWeight:
+    """The weight, for a forward use. Raises RuntimeError where its gradient would be lost."""
+    weight = _weight(token)
+    weight.runtime.is_compiled = True
+    param = weight.param
+    if grad and param.requires_grad:
+        refuse_hooks(weight.fqn, param)
+        if not trains:
+            raise RuntimeError(
+                f"{weight.fqn}: compiled code was told that this weight is frozen, and it requires a gradient now: run the "
+                "forward of the whole model, which notices, or torch.compiler.reset()"
+            )
+    return weight
+
+
+def _next_call(token: torch.Tensor) -> int:
+    number = getattr(token, _CALLS, 0)
+    setattr(token, _CALLS, number + 1)
+    return number
+
+
+def _wants_weight_grad(weight: ShardedWeight) -> bool:
+    """In a backward: notices the backward, and whether the weight was frozen since its forward."""
+    weight.runtime.enter()
+    return weight.param.requires_grad
+
+
+def _reduce(weight: ShardedWeight, grad: torch.Tensor, owes_tp_sum: bool = False) -> None:
+    if owes_tp_sum:
+        grad = DTensor.from_local(grad, weight.tp.mesh, (Partial(),), run_check=False)
+    weight.runtime.reducer.launch(weight, weight.param, grad, returned=False)
+
+
+def _none(like: torch.Tensor) -> torch.Tensor:
+    """In place of a result that is not wanted."""
+    return like.new_empty(0)
+
+
+def _anchor_grad(anchor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    if anchor is None:
+        return _none(like)
+    anchor.grad = None  # what autograd is given becomes the gradient then, without a kernel that adds
+    return torch.empty_like(anchor)
+
+
+# linear
+
+
+def _linear(x, bias, token, anchor, dtype, grad, trains, partial):
+    weight = _used_weight(token, grad, trains)
+    runtime = weight.runtime
+    lease = runtime.acquire(weight, _kind(grad))
+    w = lease.read_local()
+    y = F.linear(x, w if dtype is None else w.to(dtype), bias)
+    del w
+    runtime.release(lease)
+    return y
+
+
+def _linear_fake(x, bias, token, anchor, dtype, grad, trains, partial):
+    return x.new_empty(*x.shape[:-1], token.shape[0])
+
+
+def _linear_backward(grad_y, x, token, anchor, dtype, wants_input, partial, call):
+    weight = _weight(token)
+    runtime = weight.runtime
+    rows = grad_y if grad_y.dim() == 2 else grad_y.reshape(-1, grad_y.shape[-1])
+    grad_x = _none(grad_y)
+    if wants_input:
+        # A write since the forward that is noticed only now differs from the number of a moment ago. Earlier ones
+        # change the token's version, which autograd compares.
+        lease = runtime.acquire(weight, Kind.BACKWARD, True, weight.num_writes)
+        w = lease.read_local()
+        grad_x = torch.mm(rows, w if dtype is None else w.to(dtype)).view(*grad_y.shape[:-1], w.shape[1])
+        del w
+        runtime.release(lease)
+    if x is not None and _wants_weight_grad(weight):
+        runtime.reducer.make_room()
+        x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        _reduce(weight, linear_weight_grad(rows, x, weight.reduce_dtype), partial)
+    return grad_x, _anchor_grad(anchor, grad_y)
+
+
+def _linear_backward_fake(grad_y, x, token, anchor, dtype, wants_input, partial, call):
+    grad_x = grad_y.new_empty(*grad_y.shape[:-1], token.shape[1]) if wants_input else _none(grad_y)
+    return grad_x, _none(grad_y) if anchor is None else torch.empty_like(anchor)
+
+
+def _save_linear(ctx, inputs, output):
+    x, bias, token, anchor, dtype, grad, trains, partial = inputs
+    ctx.save_for_backward(x if trains else None, token, anchor)
+    ctx.options = dtype, partial, _next_call(token)
+
+
+def _differentiate_linear(ctx, grad_y):
+    x, token, anchor = ctx.saved_tensors
+    dtype, partial, call = ctx.options
+    wants_input, wants_bias, _, wants_anchor, *_ = ctx.needs_input_grad
+    grad_x = grad_anchor = grad_bias = None
+    if wants_input or x is not None:
+        grad_x, grad_anchor = torch.ops.gtp.linear_backward(
+            grad_y, x, token, anchor if wants_anchor else None, dtype, wants_input, partial, call
+        )
+    if wants_bias:
+        grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
+    return (
+        grad_x if wants_input else None,
+        grad_bias,
+        None,
+        grad_anchor if wants_anchor else None,
+        None,
+        None,
+        None,
+        None,
+    )
+
+
+_define(
+    "linear(Tensor x, Tensor? bias, Tensor token, Tensor? anchor, ScalarType? dtype, bool grad, bool trains, bool partial) "
+    "-> Tensor",
+    _linear,
+    _linear_fake,
+)
+_define(
+    "linear_backward(Tensor grad_y, Tensor? x, Tensor token, Tensor? anchor, ScalarType? dtype, bool wants_input, "
+    "bool partial, int call) -> (Tensor, Tensor)",
+    _linear_backward,
+    _linear_backward_fake,
+)
+torch.library.register_autograd("gtp::linear", _differentiate_linear, setup_context=_save_linear, lib=library)
+
+
+def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """``functional.linear`` in code that is being compiled."""
+    state = getattr(module, STATE)
+    handle: WeightHandle = state.handles["weight"]
+    bias = whole_local(state.leaves["bias"]) if "bias" in state.leaves else None
+    x, bias, dtype = cast_inputs(x, bias, handle.token.dtype, handle.casts)
+    if handle.tp is None:
+        return _call_linear(x, bias, handle, dtype, False)
+    mesh, placement = handle.tp.mesh, handle.tp.placements[0]
+    features = x.dim() - 1
+    if placement == Shard(0):
+        wanted, given, grad = Replicate(), Shard(features), Partial()
+    elif placement == Shard(1):
+        wanted, given, grad = Shard(features), Partial(), Shard(features)
+    else:
+        wanted = given = grad = Replicate() if x.placements[0].is_partial() else x.placements[0]
+    local = x.redistribute(mesh, (wanted,)).to_local(grad_placements=(grad,))
+    late_bias = bias is not None and given.is_partial()  # not once a rank
+    y = _call_linear(local, None if late_bias else bias, handle, dtype, placement.is_replicate() and wanted.is_shard())
+    y = DTensor.from_local(y, mesh, (given,), run_check=False)
+    if late_bias:
+        y = y.redistribute(mesh, (Replicate(),)) + DTensor.from_local(bias, mesh, (Replicate(),), run_check=False)
+    return y
+
+
+def _call_linear(x, bias, handle: WeightHandle, dtype: torch.dtype | None, partial: bool) -> torch.Tensor:
+    anchor = handle.anchor
+    trains = anchor.requires_grad
+    needs_anchor = trains and not x.requires_grad
+    return torch.ops.gtp.linear(
+        x, bias, handle.token, anchor if needs_anchor else None, dtype, torch.is_grad_enabled(), trains, partial
+    )
+
+
+# embedding
+
+
+def _embedding(ids, token, anchor, padding_idx, scale_by_freq, grad, trains):
+    weight = _used_weight(token, grad, trains)
+    ids, outside, _ = rows_here(ids, token.shape[0], weight.tp, padding_idx)
+    lease = weight.runtime.acquire(weight, _kind(grad), may_keep=False)
+    y = look_up(ids, outside, lease.read_local())
+    weight.runtime.release(lease)
+    return y
+
+
+def _embedding_fake(ids, token, anchor, padding_idx, scale_by_freq, grad, trains):
+    return token.new_empty(*ids.shape, token.shape[1])
+
+
+def _embedding_backward(grad_y, ids, token, anchor, padding_idx, scale_by_freq, call):
+    weight = _weight(token)
+    if _wants_weight_grad(weight):
+        weight.runtime.reducer.make_room()
+        num_rows = token.shape[0]
+        ids, outside, padding_idx = rows_here(ids, num_rows, weight.tp, padding_idx)
+        _reduce(weight, embedding_grad(grad_y, ids, outside, num_rows, padding_idx, scale_by_freq))
+    return _anchor_grad(anchor, grad_y)
+
+
+def _embedding_backward_fake(grad_y, ids, token, anchor, padding_idx, scale_by_freq, call):
+    return torch.empty_like(anchor)
+
+
+def _save_embedding(ctx, inputs, output):
+    ids, token, anchor, padding_idx, scale_by_freq, grad, trains = inputs
+    ctx.save_for_backward(ids, token, anchor)
+    ctx.options = padding_idx, scale_by_freq, _next_call(token)
+
+
+def _differentiate_embedding(ctx, grad_y):
+    grad_anchor = None
+    if ctx.needs_input_grad[2]:
+        grad_anchor = torch.ops.gtp.embedding_backward(grad_y, *ctx.saved_tensors, *ctx.options)
+    return None, None, grad_anchor, None, None, None, None
+
+
+_define(
+    "embedding(Tensor ids, Tensor token, Tensor anchor, int padding_idx, bool scale_by_freq, bool grad, bool trains) -> Tensor",
+    _embedding,
+    _embedding_fake,
+)
+_define(
+    "embedding_backward(Tensor grad_y, Tensor ids, Tensor token, Tensor anchor, int padding_idx, bool scale_by_freq, int call) "
+    "-> Tensor",
+    _embedding_backward,
+    _embedding_backward_fake,
+)
+torch.library.register_autograd("gtp::embedding", _differentiate_embedding, setup_context=_save_embedding, lib=library)
+
+
+def embedding(module: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
+    """``functional.embedding`` in code that is being compiled."""
+    handle: WeightHandle = getattr(module, STATE).handles["weight"]
+    tp, anchor = handle.tp, handle.anchor
+    padding_idx = -1 if module.padding_idx is None else module.padding_idx
+    ids = ids.to_local() if isinstance(ids, DTensor) else ids
+    options = padding_idx, module.scale_grad_by_freq, torch.is_grad_enabled(), anchor.requires_grad
+    y = torch.ops.gtp.embedding(ids, handle.token, anchor, *options)
+    if tp is None:
+        return y
+    return DTensor.from_local(y, tp.mesh, (embedding_placement(tp, y.dim()),), run_check=False)
+
+
+# any module
+
+
+def _gathered(token, anchor, grad, trains):
+    weight = _used_weight(token, grad, trains)
+    lease = weight.runtime.acquire(weight, _kind(grad), may_keep=False)
+    return lease.hand_over()
+
+
+def _gathered_fake(token, anchor, grad, trains):
+    return token.new_empty(token.shape)
+
+
+def _gathered_backward(grad_w, token, anchor, call):
+    weight = _weight(token)
+    if _wants_weight_grad(weight):
+        _reduce(weight, grad_w)
+    return _anchor_grad(anchor, grad_w)
+
+
+def _gathered_backward_fake(grad_w, token, anchor, call):
+    return torch.empty_like(anchor)
+
+
+def _save_gathered(ctx, inputs, output):
+    token, anchor, grad, trains = inputs
+    ctx.save_for_backward(token, anchor)
+    ctx.call = _next_call(token)
+
+
+def _differentiate_gathered(ctx, grad_w):
+    grad_anchor = None
+    if ctx.needs_input_grad[1]:
+        grad_anchor = torch.ops.gtp.gathered_backward(grad_w, *ctx.saved_tensors, ctx.call)
+    return None, grad_anchor, None, None
+
+
+_define("gathered(Tensor token, Tensor anchor, bool grad, bool trains) -> Tensor", _gathered, _gathered_fake)
+_define(
+    "gathered_backward(Tensor grad_w, Tensor token, Tensor anchor, int call) -> Tensor",
+    _gathered_backward,
+    _gathered_backward_fake,
+)
+torch.library.register_autograd("gtp::gathered", _differentiate_gathered, setup_context=_save_gathered, lib=library)
+
+
+def use(module: nn.Module, name: str) -> torch.Tensor:
+    """``module``'s parameter ``name`` as its forward sees it, in code that is being compiled."""
+    state: ModuleState = getattr(module, STATE)
+    if name in state.leaves:
+        handle = state.leaves[name]
+        tensor = whole_local(handle)
+    else:
+        handle = state.handles[name]
+        anchor = handle.anchor
+        tensor = torch.ops.gtp.gathered(handle.token, anchor, torch.is_grad_enabled(), anchor.requires_grad)
+    tp = handle.tp
+    return tensor if tp is None else DTensor.from_local(tensor, tp.mesh, tp.placements, run_check=False)
+
+
+def input_dtypes(module: nn.Module) -> set[torch.dtype]:
+    """``functional.input_dtypes`` in code that is being compiled."""
+    state: ModuleState = getattr(module, STATE)
+    dtypes = {handle.token.dtype for handle in state.handles.values() if handle.casts and handle.token.dim() > 1}
+    return dtypes | {handle.dtype for handle in state.leaves.values() if handle.casts and handle.leaf.dim() > 1}
+
+
+def whole_local(handle: LeafHandle) -> torch.Tensor:
+    """This rank's part of a parameter that stays whole, in compute dtype."""
+    leaf = handle.leaf
+    return leaf if leaf.dtype == handle.dtype else leaf.to(handle.dtype)

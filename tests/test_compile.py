@@ -1,0 +1,371 @@
+"""torch.compile over sharded modules: the same bits and the same gathers as eager, one compilation a block type."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from gtp_dtensor import GTPConfig, GTPStyle, reset_stats, stats
+from tests.harness import ranks
+from tests.models import TinyLlama
+from tests.reference import full_gradients, full_parameters, local_slice, mean_square
+from tests.test_parity import _llama_tp_plan
+
+compiled_ranks = ranks(2, timeout=300, group_timeout=200)  # the first compilation imports a lot
+BACKEND = "aot_eager"
+BF16 = GTPConfig(param_dtype=torch.bfloat16)
+
+
+def fresh() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def num_compilations() -> int:
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    return counters["stats"]["unique_graphs"]
+
+
+class Block(nn.Module):
+    """Norms, linears with and without bias, of several sizes."""
+
+    def __init__(self, dim: int = 32, hidden: int = 47) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(dim)
+        self.gate = nn.Linear(dim, hidden)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.out_norm = nn.LayerNorm(hidden)
+        self.down = nn.Linear(hidden, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., dim) -> the same."""
+        y = self.norm(x)
+        return x + self.down(self.out_norm(F.silu(self.gate(y)) * self.up(y)))
+
+
+class Net(nn.Module):
+    """An embedding, blocks, a head."""
+
+    def __init__(self, num_blocks: int = 3, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(66, 32)
+        self.layers = nn.ModuleList(block() for _ in range(num_blocks))
+        self.head = nn.Linear(32, 66)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 (...) -> (..., 66)."""
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def ids_of(step: int, num: int = 8) -> torch.Tensor:
+    return torch.randint(0, 66, (num, 5), generator=torch.Generator().manual_seed(step))
+
+
+def twins(build, shard) -> tuple[nn.Module, nn.Module]:
+    """Two sharded models of the same weights: one to stay eager, one to compile."""
+    torch.manual_seed(0)
+    eager = build()
+    pair = eager, copy.deepcopy(eager)
+    for model in pair:
+        shard(model)
+    return pair
+
+
+def compile_blocks(model: nn.Module, **options) -> None:
+    for name, block in model.layers.named_children():
+        compiled = torch.compile(block, fullgraph=True, **{"backend": BACKEND, **options})
+        model.layers.register_module(name, compiled)
+
+
+def same(ours, theirs, rtol) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    return torch.equal(ours, theirs) if rtol == 0 else (ours - theirs).norm() <= rtol * ours.norm()
+
+
+def train_twins(pair, batch, rank, world_size, *, num_steps=3, num_microbatches=1, optimizer="adamw", rtol=0.0):
+    """Every loss, gradient and weight of both, bit for bit unless ``rtol``; returns the statistics of the last step."""
+    make = {"adamw": lambda p: torch.optim.AdamW(p, lr=1e-2), "sgd": lambda p: torch.optim.SGD(p, lr=0.1)}[optimizer]
+    optimizers = [make([p for p in model.parameters() if p.requires_grad]) for model in pair]
+    for step in range(num_steps):
+        losses = []
+        for model, opt in zip(pair, optimizers):
+            reset_stats(model)
+            total = 0.0
+            for part in batch(step).chunk(num_microbatches):
+                loss = mean_square(model(local_slice(part, rank, world_size)).float())
+                loss.backward()
+                total += loss.item()
+            losses.append(total)
+        assert abs(losses[0] - losses[1]) <= rtol * losses[0], (step, losses)
+        for name, ours, theirs in zip(full_gradients(pair[0]), *(full_gradients(m).values() for m in pair)):
+            assert same(ours, theirs, rtol), (step, name)
+        found = [stats(model) for model in pair]
+        for opt in optimizers:
+            opt.step()
+            opt.zero_grad()
+        for name, ours, theirs in zip(full_parameters(pair[0]), *(full_parameters(m).values() for m in pair)):
+            assert same(ours, theirs, rtol), (step, name)
+    return found
+
+
+def gtp(mesh, config=None):
+    return lambda model: parallelize_module(model, mesh["gtp"], GTPStyle(config, min_numel=30))
+
+
+@compiled_ranks
+@pytest.mark.parametrize("config", [None, BF16], ids=["fp32", "bf16"])
+def test_blocks(mesh, rank, world_size, device, config):
+    fresh()
+    pair = twins(lambda: Net().to(device), gtp(mesh, config))
+    compile_blocks(pair[1])
+    eager, compiled = train_twins(pair, lambda s: ids_of(s).to(device), rank, world_size, num_microbatches=2)
+    assert eager == compiled
+    assert compiled.num_prefetch_hits > 30 and compiled.num_pending == 0 and compiled.live_lease_bytes == 0
+    assert num_compilations() == 1
+    ids = ids_of(9).to(device)
+    with torch.no_grad():
+        assert torch.equal(pair[0](ids), pair[1](ids))
+    assert num_compilations() == 2
+    for model in pair:
+        model.eval()
+    assert torch.equal(pair[0](ids_of(9, 3).to(device)), pair[1](ids_of(9, 3).to(device)))  # another batch size
+
+
+class Checkpointed(Block):
+    pass
+
+
+@compiled_ranks
+def test_checkpointed_blocks(mesh, rank, world_size, device):
+    """Recomputed inside the compiled backward. What nobody needs again is not recomputed, nor gathered for it."""
+    fresh()
+
+    def shard(model):
+        for name, block in model.layers.named_children():
+            model.layers.register_module(name, checkpoint_wrapper(block))
+        gtp(mesh)(model)
+
+    pair = twins(lambda: Net().to(device), shard)
+    compile_blocks(pair[1])
+    eager, compiled = train_twins(pair, lambda s: ids_of(s).to(device), rank, world_size)
+    assert eager.num_recompute_gathers == 9 and compiled.num_recompute_gathers == 6
+    gathers = [s.num_forward_gathers + s.num_recompute_gathers + s.num_backward_gathers for s in (eager, compiled)]
+    assert gathers[0] == gathers[1] == 21
+    assert num_compilations() == 1
+
+
+@compiled_ranks
+def test_whole_model(mesh, rank, world_size, device):
+    fresh()
+    pair = twins(lambda: Net().to(device), gtp(mesh))
+    pair = pair[0], torch.compile(pair[1], backend=BACKEND)
+    eager, compiled = train_twins(pair, lambda s: ids_of(s).to(device), rank, world_size)
+    assert eager == compiled
+    assert counters["stats"]["unique_graphs"] >= 1
+
+
+@compiled_ranks
+def test_linears_alone(mesh, rank, world_size, device):
+    """Of different sizes; one of them compiled before it is sharded."""
+    fresh()
+
+    def build():
+        return nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 64), nn.Linear(64, 32), nn.Linear(32, 32)).to(device)
+
+    torch.manual_seed(0)
+    eager = build()
+    compiled = copy.deepcopy(eager)
+    compiled[1] = torch.compile(compiled[1], fullgraph=True, backend=BACKEND)
+    for model in (eager, compiled):
+        gtp(mesh)(model)
+    for index in (0, 2, 3):
+        compiled[index] = torch.compile(compiled[index], fullgraph=True, backend=BACKEND)
+
+    def batch(step):
+        return torch.randn(4, 32, generator=torch.Generator().manual_seed(step)).to(device)
+
+    found = train_twins((eager, compiled), batch, rank, world_size, optimizer="sgd")
+    assert found[0] == found[1]
+    num_compilations()
+
+
+@compiled_ranks
+def test_many_blocks_share_one_compilation(mesh, rank, world_size, device):
+    fresh()
+    pair = twins(lambda: Net(24).to(device), gtp(mesh))
+    compile_blocks(pair[1])
+    train_twins(pair, lambda s: ids_of(s).to(device), rank, world_size, num_steps=1)
+    assert num_compilations() == 1
+
+
+class Twice(nn.Module):
+    """The same linear on the same input: both backward calls have equal arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.norm = nn.RMSNorm(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., 32) -> the same."""
+        y = self.norm(x)
+        return self.linear(y) + self.linear(y)
+
+
+@compiled_ranks
+def test_equal_uses_are_not_merged_into_one(mesh, rank, world_size, device):
+    fresh()
+    pair = twins(lambda: Net(2, Twice).to(device), gtp(mesh))
+    compile_blocks(pair[1])
+    eager, compiled = train_twins(pair, lambda s: ids_of(s).to(device), rank, world_size, optimizer="sgd")
+    assert eager.num_reductions == compiled.num_reductions == 6
+
+
+class Odd(nn.Module):
+    """Modules whose computation is not known, and a whole weight that is no vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(32, 32, 3, padding=1)
+        self.scale = nn.Parameter(torch.randn(32, 32) / 6)
+        self.gate = nn.Linear(5, 4)  # fewer elements than are sharded
+        self.back = nn.Linear(4, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 5, 32) -> the same."""
+        y = self.conv(x.transpose(1, 2))
+        return x + self.back(torch.tanh(self.gate(y))).transpose(1, 2) @ self.scale
+
+
+@compiled_ranks
+@pytest.mark.parametrize("config", [None, BF16], ids=["fp32", "bf16"])
+def test_any_module(mesh, rank, world_size, device, config):
+    fresh()
+    pair = twins(lambda: Net(2, Odd).to(device), gtp(mesh, config))
+    compile_blocks(pair[1])
+    eager, compiled = train_twins(pair, lambda s: ids_of(s).to(device), rank, world_size, optimizer="sgd")
+    assert eager.num_reductions == compiled.num_reductions
+    assert num_compilations() == 1
+
+
+@compiled_ranks
+def test_frozen_and_thawed(mesh, rank, world_size, device):
+    fresh()
+
+    def shard(model):
+        gtp(mesh)(model)
+        for name, param in model.named_parameters():
+            param.requires_grad_("up" not in name and "embedding" not in name and "layers.0.norm" not in name)
+
+    pair = twins(lambda: Net(2).to(device), shard)
+    compile_blocks(pair[1])
+    for thaw in (False, True):
+        if thaw:
+            for model in pair:
+                model.requires_grad_(True)
+        eager, compiled = train_twins(pair, lambda s: ids_of(s).to(device), rank, world_size, optimizer="sgd")
+        assert eager.num_reductions == compiled.num_reductions == (8 if thaw else 5)
+
+
+@compiled_ranks
+def test_gathered_weights_are_not_saved(mesh, rank, world_size, device):
+    fresh()
+    model = gtp(mesh)(Net(2).to(device))
+    compile_blocks(model)
+    sizes = []
+
+    def pack(tensor):
+        sizes.append(0 if isinstance(tensor, DTensor) else tensor.untyped_storage().nbytes())
+        return tensor
+
+    for _ in range(2):
+        sizes.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = mean_square(model(ids_of(0, 2).to(device)))
+        loss.backward()
+    assert sizes and max(sizes) < 32 * 47 * 4, sizes  # activations are 2 x 5 x 47
+
+
+@compiled_ranks
+def test_a_write_between_forward_and_backward_is_an_error(mesh, rank, world_size, device):
+    fresh()
+    for write in ("in place", "optimizer"):
+        model = gtp(mesh)(Net(2).to(device))
+        compile_blocks(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mean_square(model(ids_of(0).to(device))).backward()
+        loss = mean_square(model(ids_of(0).to(device)))
+        if write == "optimizer":
+            optimizer.step()
+        else:
+            with torch.no_grad():
+                next(p for n, p in model.named_parameters() if "layers.0" in n and "down.weight" in n).mul_(2)
+        with pytest.raises(RuntimeError, match="modified"):
+            loss.backward()
+
+
+@compiled_ranks
+def test_hooks_on_parameters_are_refused(mesh, rank, world_size, device):
+    fresh()
+    model = gtp(mesh)(Net(1).to(device))
+    compile_blocks(model)
+    weight = next(p for n, p in model.named_parameters() if "up.weight" in n)
+    weight.register_post_accumulate_grad_hook(lambda param: None)
+    with pytest.raises(RuntimeError, match=r"layers\.0.*up\.weight.*hook"):
+        model(ids_of(0).to(device))
+
+
+class WaitingLlama(TinyLlama):
+    """torch 2.13 loses the gradient's placement where an AsyncCollectiveTensor enters compiled code, GTP or not."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See TinyLlama."""
+        x = self.tok_embeddings(tokens) * 1.0
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+@ranks(4, timeout=300, group_timeout=200)
+@pytest.mark.parametrize("ac", [False, True], ids=["", "checkpointed"])
+def test_llama_with_tensor_parallel(rank, device, ac):
+    fresh()
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("gtp", "tp"))
+
+    def shard(model):
+        parallelize_module(model, mesh["tp"], _llama_tp_plan(2))
+        if ac:
+            for name, block in model.layers.named_children():
+                model.layers.register_module(name, checkpoint_wrapper(block))
+        gtp(mesh)(model)
+
+    pair = twins(lambda: WaitingLlama().to(device), shard)
+    compile_blocks(pair[1])
+
+    def batch(step):
+        return torch.randint(0, 24, (4, 6), generator=torch.Generator().manual_seed(step)).to(device)
+
+    eager, compiled = train_twins(pair, batch, mesh["gtp"].get_local_rank(), 2, optimizer="sgd", rtol=1e-6)
+    assert eager.num_reductions == compiled.num_reductions
+    assert num_compilations() == 1
+
+
+@compiled_ranks
+def test_autocast(mesh, rank, world_size, device):
+    fresh()
+    pair = twins(lambda: Net(2).to(device), gtp(mesh))
+    compile_blocks(pair[1])
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        train_twins(pair, lambda s: ids_of(s).to(device), rank, world_size, optimizer="sgd")
+    assert num_compilations() == 1
