@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.library import Library
 
-from .layout import TPLayout
+from .layout import TPLayout, share_memory
 from .local import cast_inputs, embedding_grad, embedding_placement, linear_weight_grad, look_up, rows_here
 from .members import STATE, ModuleState, small_of, weight_of
 from .modes import in_backward
@@ -108,7 +108,7 @@ def _sync_leaf(state: ModuleState, module: nn.Module, name: str) -> None:
     small = small_of(module, name)
     param, handle = small.param, state.leaves.get(name)
     local = param._local_tensor
-    if handle is None or not handle.leaf.is_set_to(local) or handle.dtype != small.compute_dtype:
+    if handle is None or not share_memory(handle.leaf, local) or handle.dtype != small.compute_dtype:
         leaf = local.detach()
         handle = state.leaves[name] = LeafHandle(
             leaf, small.compute_dtype, small.runtime.config.param_dtype is not None, small.tp

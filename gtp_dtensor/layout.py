@@ -88,6 +88,12 @@ def new_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are the same elements of one storage, on a meta device too."""
+    storages = (tensor.untyped_storage()._cdata for tensor in (one, other))
+    return len(set(storages)) == 1 and one.storage_offset() == other.storage_offset() and one.shape == other.shape
+
+
 def check_replacement(param: torch.Tensor, spec: DTensorSpec, local_shape: torch.Size, fqn: str) -> None:
     """Raise ``RuntimeError`` where ``param``, which took the place of a parameter, is not stored as that one was."""
     is_dtensor = isinstance(param, DTensor)

@@ -29,6 +29,7 @@ class Family:
         titan_spec: torchtitan's own specification.
         infra: torchtitan's module with the family's parallelize function, its selective-checkpointing list included.
         apply_tp: tensor parallelism outside of MoE layers: (model, tp mesh, loss_parallel=, cp_enabled=).
+        apply_compile: torchtitan's: (model, section, whether there is expert parallelism).
         num_moe_layers: how many layers of a flavor have routed experts.
         attention_on_dtensors: whether under tensor parallelism attention itself is called with DTensors.
     """
@@ -38,6 +39,7 @@ class Family:
     titan_spec: TrainSpec
     infra: ModuleType
     apply_tp: Callable[..., None]
+    apply_compile: Callable[..., None]
     num_moe_layers: Callable[[BaseModelArgs], int]
     attention_on_dtensors: bool = False
 
@@ -132,6 +134,7 @@ def families() -> dict[str, Family]:
             llama3.get_train_spec(),
             llama3_infra,
             partial(llama3_infra.apply_tp, enable_float8_tensorwise_tp=False),
+            lambda model, section, ep_enabled: llama3_infra.apply_compile(model, section),
             lambda args: 0,
         ),
         "deepseek_v3": Family(
@@ -140,6 +143,7 @@ def families() -> dict[str, Family]:
             deepseek_v3.get_train_spec(),
             deepseek_v3_infra,
             partial(deepseek_v3_infra.apply_non_moe_tp, enable_float8_tensorwise_tp=False),
+            deepseek_v3_infra.apply_compile,
             lambda args: max(0, args.n_layers - args.n_dense_layers),
         ),
         "qwen3": Family(
@@ -148,6 +152,7 @@ def families() -> dict[str, Family]:
             qwen3.get_train_spec(),
             qwen3_infra,
             partial(qwen3_infra.apply_non_moe_tp, enable_float8_tensorwise_tp=False, enable_async_tp=False),
+            qwen3_infra.apply_compile,
             lambda args: args.n_layers if args.moe_enabled else 0,
             attention_on_dtensors=True,
         ),
@@ -157,6 +162,7 @@ def families() -> dict[str, Family]:
             llama4.get_train_spec(),
             llama4_infra,
             _llama4_tp,
+            llama4_infra.apply_compile,
             lambda args: args.n_layers // args.interleave_moe_layer_step,
         ),
     }

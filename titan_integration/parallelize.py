@@ -15,6 +15,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.tools.utils import device_type
 
 from gtp_dtensor import GTPStyle
+from titan_integration.compilation import checkpoint_by_operator, compiles_model, is_by_operator
 from titan_integration.context_parallel import apply_context_parallel, titan_context_parallel_on_cpu
 from titan_integration.experts import (
     ROUTER_GATES,
@@ -168,15 +169,20 @@ def parallelize(family: Family, model: nn.Module, parallel_dims, job_config) -> 
         apply_context_parallel(
             attention, parallel_dims.get_mesh("cp"), model.model_args.attn_type, job_config, on_cpu=device_type == "cpu"
         )
-    if job_config.activation_checkpoint.mode != "none":
+    compiles = compiles_model(job_config)
+    if compiles and is_by_operator(job_config.activation_checkpoint):
+        checkpoint_by_operator(model, job_config.activation_checkpoint, family.infra._op_sac_save_list)
+    elif job_config.activation_checkpoint.mode != "none":
         apply_ac(
             model,
             job_config.activation_checkpoint,
-            model_compile_enabled=False,
+            model_compile_enabled=compiles,
             op_sac_save_list=family.infra._op_sac_save_list,
             base_folder=job_config.job.dump_folder,
         )
     apply_expert_style(model, parallel_dims, job_config)
     parallelize_module(model, parallel_dims.get_mesh("gtp"), gtp_style(model, parallel_dims, job_config))
+    if compiles:
+        family.apply_compile(model, job_config.compile, parallel_dims.ep_enabled)
     model.draw_logical_weights = True
     return model

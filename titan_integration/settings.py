@@ -133,9 +133,7 @@ def check_gtp_job(job_config) -> None:
         raise ValueError(
             "training.enable_cpu_offload = true has no meaning under GTP, where nothing is offloaded; set it to false"
         )
-    compiled = job_config.compile.enable and "model" in job_config.compile.components
     refused = [
-        (compiled, "compile.components with 'model'", "set compile.enable = false or compile the loss only"),
         (parallelism.enable_async_tensor_parallel, "parallelism.enable_async_tensor_parallel", "set it to false"),
         (job_config.optimizer.early_step_in_backward, "optimizer.early_step_in_backward", "set it to false"),
     ]

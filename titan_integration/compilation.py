@@ -1,0 +1,81 @@
+"""`[compile]` under GTP: torchtitan's own function compiles each transformer block; see gtp_dtensor/compiled.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+
+def compiles_model(job_config) -> bool:
+    """Whether `[compile]` is on for the model."""
+    return job_config.compile.enable and "model" in job_config.compile.components
+
+
+def is_by_operator(ac_config) -> bool:
+    """Whether activation checkpointing chooses single operators."""
+    return ac_config.mode == "selective" and ac_config.selective_ac_option == "op"
+
+
+def checkpoint_by_operator(model: nn.Module, ac_config, saved: Collection) -> None:
+    """torchtitan's selective checkpointing by operator for blocks that will be compiled: there a sharded linear is one
+    operator of ours, which its own policy does not know. As there, every second linear is saved, and every operator in
+    `saved`.
+
+    Raises:
+        ValueError: per_op_sac_force_recompute_mm_shapes_by_fqns names what is no linear.
+    """
+    for name, block in model.layers.named_children():
+        recomputed = _shapes(block, f"layers.{name}", ac_config.per_op_sac_force_recompute_mm_shapes_by_fqns)
+        wrapped = checkpoint_wrapper(
+            block,
+            context_fn=_contexts(saved, recomputed),
+            preserve_rng_state=ac_config.preserve_rng_state,
+            determinism_check=ac_config.determinism_check,
+            early_stop=ac_config.early_stop,
+            debug=ac_config.debug,
+        )
+        model.layers.register_module(name, wrapped)
+
+
+def _shapes(block: nn.Module, prefix: str, patterns: list[str]) -> set[torch.Size]:
+    """(out, in) of the linears whose names contain one of `patterns`."""
+    shapes = set()
+    for name, module in block.named_modules():
+        if any(pattern in f"{prefix}.{name}" for pattern in patterns):
+            if not isinstance(module, nn.Linear):
+                raise ValueError(
+                    f"activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns: {prefix}.{name} is a "
+                    f"{type(module).__name__}; name linears"
+                )
+            shapes.add(module.weight.shape)
+    return shapes
+
+
+def _contexts(saved: Collection, recomputed: set[torch.Size]) -> Callable:
+    linears = {torch.ops.gtp.linear.default: 2, torch.ops.aten.mm.default: 1}  # which argument has the weight's shape
+
+    def contexts() -> tuple:
+        num_linears = Counter()  # by whether they are recomputed
+
+        def policy(context, function, *args, **kwargs) -> CheckpointPolicy:
+            # A copy to the host (numbers of tokens) is never made twice: it stops the host.
+            is_read = function == torch.ops.aten._to_copy.default and str(kwargs.get("device")) == "cpu"
+            if is_read and args[0].device.type != "cpu":
+                return CheckpointPolicy.MUST_SAVE
+            keeps = function in saved
+            if function in linears:
+                shape = args[linears[function]].shape
+                if (shape if function == torch.ops.gtp.linear.default else shape[::-1]) in recomputed:
+                    return CheckpointPolicy.PREFER_RECOMPUTE
+                num_linears[context.is_recompute] += 1
+                keeps = num_linears[context.is_recompute] % 2 == 1
+            return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return contexts
