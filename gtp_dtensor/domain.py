@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -60,7 +61,7 @@ class _DomainTable(dict):
     behind."""
 
     def __reduce__(self) -> tuple:
-        return (_DomainTable, ())
+        return (OrderedDict, ())  # a class that torch.load(weights_only=True) knows, and a process without this library
 
     def __deepcopy__(self, memo: dict) -> _DomainTable:
         return self
@@ -74,7 +75,9 @@ def domain_of(
 ) -> Domain:
     """The one domain of these mesh axes; creates communicators on first use (collective over each axis)."""
     root = gtp_mesh._get_root_mesh()
-    table = root.__dict__.setdefault("_gtp_domains", _DomainTable())
+    table = root.__dict__.get("_gtp_domains")
+    if not isinstance(table, _DomainTable):  # none, or what a pickled mesh brought along
+        table = root.__dict__["_gtp_domains"] = _DomainTable()
     meshes = (gtp_mesh, shard_mesh, replicate_mesh)
     key = (is_expert, *(None if mesh is None else tuple(mesh.mesh.tolist()) for mesh in meshes))
     if key not in table:
