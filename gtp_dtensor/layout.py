@@ -88,6 +88,12 @@ def new_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are the same elements of one storage, on a meta device too."""
+    storages = (tensor.untyped_storage()._cdata for tensor in (one, other))
+    return len(set(storages)) == 1 and one.storage_offset() == other.storage_offset() and one.shape == other.shape
+
+
 def check_replacement(param: torch.Tensor, spec: DTensorSpec, local_shape: torch.Size, fqn: str) -> None:
     """Raise ``RuntimeError`` where ``param``, which took the place of a parameter, is not stored as that one was."""
     is_dtensor = isinstance(param, DTensor)
@@ -181,7 +187,7 @@ def storage_mesh(
     groups = [group for _, group in axes]
     if len(axes) == 1 and gtp_mesh.mesh.tolist() == dist.get_process_group_ranks(groups[0]):
         return gtp_mesh
-    grid = torch.tensor(dist.get_process_group_ranks(groups[-1]))
+    grid = torch.tensor(dist.get_process_group_ranks(groups[-1]), device="cpu")  # also under torch.device("meta")
     for group in reversed(groups[:-1]):
         grid = torch.stack(_grids_of_peers(grid, group, gtp_mesh.device_type))
     names = tuple(name for name, _ in axes)

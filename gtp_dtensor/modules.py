@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from . import functional
 from .init import logical_init
-from .layout import new_dtensor
+from .layout import new_dtensor, share_memory
 from .members import STATE, ModuleState, small_of, weight_of
 from .modes import in_backward
 
@@ -185,7 +185,7 @@ def _share_versions(module: nn.Module, destination: dict, prefix: str) -> None:
         param, value = module._parameters.get(name), destination.get(prefix + name)
         if isinstance(param, DTensor) and isinstance(value, DTensor) and value is not param:
             local = param._local_tensor
-            if value._local_tensor.is_set_to(local):
+            if share_memory(value._local_tensor, local):
                 destination[prefix + name] = new_dtensor(local.detach(), param._spec)
 
 

@@ -428,3 +428,15 @@ def test_sharded_tensors_load_with_weights_only(rank):
         file.seek(0)
         loaded = torch.load(file, weights_only=True)
         assert torch.equal(loaded.to_local(), tensor.to_local())
+
+
+@ranks(2)
+def test_a_state_dict_on_the_meta_device(mesh):
+    with torch.device("meta"):
+        model = MLP((8, 16, 8))
+    parallelize_module(model, mesh, GTPStyle(min_numel=30))
+    state = model.state_dict()
+    assert all(value.is_meta and isinstance(value, DTensor) for value in state.values())
+    before = {name: param._local_tensor._version for name, param in model.named_parameters()}
+    state["layers.0.weight"]._local_tensor.fill_(1.0)
+    assert dict(model.named_parameters())["layers.0.weight"]._local_tensor._version == before["layers.0.weight"] + 1
