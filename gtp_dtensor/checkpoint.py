@@ -16,63 +16,21 @@ import dataclasses
 import io
 import math
 import os
-import pathlib
-import pickle
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from pathlib import Path, PurePosixPath
-from typing import Any
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, ReadItem
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.tensor import DTensor
-from torch.serialization import _get_layout  # how torch pickles torch.strided and the like
+from torch.futures import Future
+
+from gtp_dtensor.checkpoint_files import Slice, archive_fault, is_safetensors
+from gtp_dtensor.checkpoint_metadata import chunk_fault, load_metadata, raise_faults, sharing_fault, shown
 
 _METADATA_FILE = ".metadata"
-_MOST_FAULTS = 10  # named in one message
-
-_SAFE_GLOBALS: tuple[Any, ...] = (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    OrderedDict,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-    _MEM_FORMAT_ENCODING,
-    _StorageInfo,
-    _get_layout,
-    torch.Size,
-)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes the classes that DCP's metadata consists of, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Look up by the whole name: attributes of what is allowed are not reached."""
-        for known in _SAFE_GLOBALS:
-            if (module, name) == (known.__module__, known.__qualname__):
-                return known
-        if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
-            # The folder that was saved to: for people only, perhaps of another operating system.
-            return getattr(pathlib, f"Pure{name}")
-        if module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype):
-            return torch.__dict__[name]
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata and was not loaded")
 
 
 class CheckedFileSystemReader(FileSystemReader):
@@ -80,44 +38,65 @@ class CheckedFileSystemReader(FileSystemReader):
 
     Metadata goes through an unpickler that knows DCP's metadata classes only, and entries that are not tensors through
     ``torch.load(weights_only=True)`` (``torch.serialization.add_safe_globals`` extends what that accepts). Metadata of
-    single ranks, which ``dcp.save`` writes without collectives only, is not looked for.
+    single ranks, which ``dcp.save`` writes without collectives only, is not read.
 
-    Files are there and as long as they should be; what rotted inside of one shows while it is read, by an error on all
-    ranks, when other tensors may have been written already: go on from another checkpoint then.
+    Before anything is written: metadata is sound, files are there and as long as they should be, entries that are not
+    tensors can be loaded. While a tensor's chunk is read, before it is written: its checksums, which ``torch.load`` passes
+    over, and its shape and dtype. What rotted inside of a file is then not loaded, but where ``verify`` is False it
+    shows by an error on all ranks when other tensors may have been written already: go on from another checkpoint then.
 
     Args:
         path: the folder.
+        checksums: compare them. Costs a pass over the bytes in the page cache, about a second for each GB of a rank.
+            False: for checkpoints that were saved under ``torch.serialization.set_crc32_options(False)``.
+        verify: read all that this rank needs once before anything is written: nothing is half loaded. Costs a second
+            read of it all.
     """
+
+    def __init__(self, path: str | os.PathLike[str], *, checksums: bool = True, verify: bool = False) -> None:
+        super().__init__(path)
+        self.checksums, self.verify = checksums, verify
+        self._saved: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
         """The checkpoint's table of contents.
 
         Raises:
-            FileNotFoundError: there is none: no checkpoint, or its save did not finish.
-            ValueError: it cannot be read, or holds something else; names the class that was refused.
+            FileNotFoundError: there is none: no checkpoint, its save did not finish, or used no collectives.
+            ValueError: it cannot be read, or holds something else; names the class or the field.
         """
         folder = Path(self.path)
         path = folder / _METADATA_FILE
         if not path.is_file():
             what = "the save into it did not finish: load another one" if folder.is_dir() else "no such folder"
+            if any(folder.glob(f"__*{_METADATA_FILE}")):
+                what = (
+                    "it was saved with use_collectives=False, each rank's part by itself: load it by DCP's own reader, "
+                    "on as many ranks, and save it with collectives"
+                )
             raise FileNotFoundError(f"{folder} is not a whole checkpoint, it has no {_METADATA_FILE} ({what})")
-        try:
-            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-        except Exception as error:  # a broken pickle raises almost anything
-            raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-        _check_metadata(path, metadata)
-        return metadata
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{path} is a link that leaves the folder")
+        return load_metadata(path)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Keep what ``read_metadata`` returned."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._saved = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Check what ``plan`` will read.
 
         Raises:
-            ValueError: names the files that are missing or short, or the entry that is not to be unpickled.
+            ValueError: names the files that are missing or short, the entry that is not to be unpickled, or with
+                ``verify`` the tensor that is broken.
         """
         plan = super().prepare_local_plan(plan)
         self.check_files(item.storage_index for item in plan.items)
         entries = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         self.read_data(LoadPlan(entries), _BytesCheck())
+        if self.verify:
+            self.check_contents(item.storage_index for item in plan.items)
         return plan
 
     def check_files(self, indices: Iterable[MetadataIndex] | None = None) -> None:
@@ -127,26 +106,118 @@ class CheckedFileSystemReader(FileSystemReader):
             indices: keys of the metadata's ``storage_data``, which ``set_up_storage_reader`` was given.
 
         Raises:
-            ValueError: names the files that are missing or short, and chunks that no file has.
+            ValueError: names the files that are missing or short, in another format or elsewhere, chunks that no file
+                has, and (of everything) chunks that share bytes.
         """
         ends: dict[str, int] = {}
+        starts: dict[str, int] = {}  # of a tensor
         faults = []
         for index in self.storage_data if indices is None else indices:
             info = self.storage_data.get(index)
             if info is None:
-                faults.append(f"{index.fqn}: no file has the chunk at {index.offset}")
-                continue
-            if Path(info.relative_path).is_absolute() or ".." in PurePosixPath(info.relative_path).parts:
-                faults.append(f"{index.fqn}: {info.relative_path} lies outside of the folder")
+                faults.append(f"{shown(index.fqn)}: no file has the chunk at {index.offset}")
                 continue
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+            if index.offset is not None:
+                starts.setdefault(info.relative_path, info.offset)
+        folder = Path(self.path).resolve()
         for name, end in sorted(ends.items()):
-            path = Path(self.path) / name
+            path = folder / name
             if not path.is_file():
                 faults.append(f"{name} is missing")
+            elif not path.resolve().is_relative_to(folder):
+                faults.append(f"{name} is a link that lies outside of the folder: put the file itself there")
             elif path.stat().st_size < end:
                 faults.append(f"{name} has {path.stat().st_size} bytes and needs {end}: it is truncated")
-        _raise_faults(f"{os.fspath(self.path)} is not a whole checkpoint, nothing was loaded", faults)
+            elif name in starts and is_safetensors(path, starts[name]):
+                faults.append(f"{name} is in the format of SerializationFormat.SAFETENSORS: save with TORCH_SAVE")
+        if not faults and (fault := sharing_fault(self.storage_data)):
+            faults.append(fault)
+        raise_faults(f"{os.fspath(self.path)} is not a whole checkpoint, nothing was loaded", faults)
+
+    def check_contents(self, indices: Iterable[MetadataIndex] | None = None) -> None:
+        """Whether these chunks and entries can be loaded, or everything: reads all of them.
+
+        Raises:
+            ValueError: names those that are broken.
+        """
+        faults = []
+        for name, places in self._by_file(self.storage_data if indices is None else indices).items():
+            with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as stream:
+                for index in places:
+                    try:
+                        part = self._checked_slice(stream, index)
+                        if index.offset is not None:
+                            self._load_chunk(part, index)
+                    except ValueError as error:
+                        faults.append(str(error))
+        raise_faults(f"{os.fspath(self.path)} is broken, nothing was loaded", faults)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what ``plan`` names, each chunk once, and check it before it is written.
+
+        Raises:
+            ValueError: names the key of what is broken.
+        """
+        items: dict[MetadataIndex, list[ReadItem]] = {}
+        for item in plan.items:
+            items.setdefault(item.storage_index, []).append(item)
+        for name, places in self._by_file(items).items():
+            with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as stream:
+                for index in places:
+                    part, tensor = self._checked_slice(stream, index), None
+                    for item in items[index]:
+                        if item.type == LoadItemType.BYTE_IO:
+                            part.seek(0)
+                            planner.load_bytes(item, io.BytesIO(part.read()))
+                            continue
+                        tensor = self._load_chunk(part, index) if tensor is None else tensor
+                        _write(planner, item, tensor)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _by_file(self, indices: Iterable[MetadataIndex]) -> dict[str, list[MetadataIndex]]:
+        """Without repetitions, in the order of the files' bytes."""
+        infos = {index: self.storage_data[index] for index in indices}
+        names: dict[str, list[MetadataIndex]] = {}
+        for index in sorted(infos, key=lambda index: infos[index].offset):
+            names.setdefault(infos[index].relative_path, []).append(index)
+        return names
+
+    def _checked_slice(self, stream: IO[bytes], index: MetadataIndex) -> Slice:
+        """What an open file has of a chunk or entry: a zip archive of ``torch.save`` that inflates to no more than it."""
+        info = self.storage_data[index]
+        part = Slice(stream, info.offset, info.length)
+        if fault := archive_fault(part, info.length, self.checksums):
+            where = "" if index.offset is None else f" (the chunk at {tuple(index.offset)})"
+            what = "is more than plain data, or broken" if index.offset is None else "is broken"
+            raise ValueError(f"{shown(index.fqn)}{where}: not loaded, it {what}: {fault}")
+        part.seek(0)
+        return part
+
+    def _load_chunk(self, part: Slice, index: MetadataIndex) -> torch.Tensor:
+        """The tensor of a file, which has the shape and dtype that metadata give to the chunk."""
+        key = f"{shown(index.fqn)} (the chunk at {tuple(index.offset or ())})"
+        saved = self._saved.state_dict_metadata.get(index.fqn) if self._saved else None
+        if not isinstance(saved, TensorStorageMetadata):
+            raise ValueError(f"{key}: not loaded, no metadata of a tensor")
+        hint = index.index if index.index is not None and 0 <= index.index < len(saved.chunks) else 0
+        places = (saved.chunks[hint], *saved.chunks)
+        shape = next((tuple(chunk.sizes) for chunk in places if chunk.offsets == index.offset), None)
+        part.seek(0)
+        try:
+            tensor = torch.load(part, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ValueError(f"{key}: not loaded, it is more than a tensor, or broken: {error}") from error
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            raise ValueError(f"{key}: the file has a {type(tensor).__name__} there, not a dense tensor")
+        if tuple(tensor.shape) != shape or tensor.dtype != saved.properties.dtype:
+            raise ValueError(
+                f"{key}: the file has {tuple(tensor.shape)} of {tensor.dtype} there, and the metadata says {shape} of "
+                f"{saved.properties.dtype}"
+            )
+        return tensor.detach()
 
 
 class CheckedLoadPlanner(DefaultLoadPlanner):
@@ -157,7 +228,7 @@ class CheckedLoadPlanner(DefaultLoadPlanner):
     Args:
         strict: so are keys that only the checkpoint has, under the top-level names that any rank loads ("model", say; of
             tensors that stand at the top level themselves: all others there).
-        casts: other dtypes are converted, as DCP does.
+        casts: other dtypes are converted, as DCP does, where kinds of numbers stay: no floats to ints, no complex to real.
     """
 
     def __init__(self, *, strict: bool = True, casts: bool = False) -> None:
@@ -171,9 +242,9 @@ class CheckedLoadPlanner(DefaultLoadPlanner):
             ValueError: names the keys, with what each has and what the state dict has.
         """
         faults = [fault for key, value in self.state_dict.items() if (fault := self._fault_of(key, value))]
-        _raise_faults("the checkpoint does not fit, nothing was loaded", faults)
+        raise_faults("the checkpoint does not fit, nothing was loaded", faults)
         plan = super().create_local_plan()
-        _raise_faults("the checkpoint has holes, nothing was loaded", self._holes(plan))
+        raise_faults("the checkpoint has holes, nothing was loaded", self._holes(plan))
         read = {item.dest_index.fqn for item in plan.items}
         return dataclasses.replace(plan, planner_data=[key for key in self.state_dict if key not in read])
 
@@ -191,7 +262,7 @@ class CheckedLoadPlanner(DefaultLoadPlanner):
                 key for key in self.metadata.state_dict_metadata if self._part_of(key) in parts and key not in loaded
             ]
             faults = [f"{key}: only the checkpoint has it" for key in unused]
-            _raise_faults("the checkpoint has more (strict=False passes over it), nothing was loaded", faults)
+            raise_faults("the checkpoint has more (strict=False passes over it), nothing was loaded", faults)
         return super().create_global_plan(global_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -222,11 +293,14 @@ class CheckedLoadPlanner(DefaultLoadPlanner):
             return None
         if saved.size != value.shape:
             return f"{key}: has shape {tuple(value.shape)} here and {tuple(saved.size)} in the checkpoint"
-        if saved.properties.dtype != value.dtype and not self.casts:
-            return (
-                f"{key}: is {value.dtype} here and {saved.properties.dtype} in the checkpoint (casts=True converts it)"
-            )
-        return None
+        dtype = saved.properties.dtype
+        if dtype != value.dtype:
+            can_cast = torch.can_cast(dtype, value.dtype)
+            if not can_cast or not self.casts:
+                remedy = "casts=True converts it" if can_cast else "which would lose more than precision"
+                return f"{key}: is {value.dtype} here and {dtype} in the checkpoint ({remedy})"
+        fault = chunk_fault(saved)  # the reader may be another one, that does not look
+        return f"{key}: {fault}" if fault else None
 
     def _holes(self, plan: LoadPlan) -> list[str]:
         """Keys of which this rank would get fewer elements than it holds, or some twice."""
@@ -255,35 +329,26 @@ class _BytesCheck(DefaultLoadPlanner):
 
 
 def _load_safely(read_item: ReadItem, value: io.BytesIO) -> Any:
-    key = read_item.dest_index.fqn
+    key = shown(read_item.dest_index.fqn)
+    fault = archive_fault(value, value.getbuffer().nbytes, checksums=False)
+    if fault:
+        raise ValueError(f"{key}: not loaded, it is more than plain data, or broken: {fault}")
+    value.seek(0)
     try:
-        return torch.load(value, map_location="cpu", weights_only=True)
+        loaded = torch.load(value, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(f"{key}: not loaded, it is more than plain data, or broken: {error}") from error
+    if isinstance(loaded, torch.Tensor):
+        raise ValueError(f"{key}: the file has a tensor in the place of plain data")
+    return loaded
 
 
-def _check_metadata(path: Path, metadata: Any) -> None:
-    """Types, as deep as the checks themselves read them."""
-    good: list[tuple[str, Callable[[], bool]]] = [
-        ("Metadata", lambda: isinstance(metadata, Metadata)),
-        ("state_dict_metadata", lambda: isinstance(metadata.state_dict_metadata, dict)),
-        ("storage_data", lambda: isinstance(metadata.storage_data, dict)),
-        (
-            "storage_data's files",
-            lambda: all(
-                isinstance(index, MetadataIndex) and isinstance(info, _StorageInfo)
-                for index, info in metadata.storage_data.items()
-            ),
-        ),
-    ]
-    for what, is_good in good:
-        if not is_good():
-            raise ValueError(f"{path} is not what dcp.save writes into a folder: its {what} is something else")
-
-
-def _raise_faults(what: str, faults: list[str]) -> None:
-    if not faults:
-        return
-    more = len(faults) - _MOST_FAULTS
-    lines = faults[:_MOST_FAULTS] + ([f"and {more} more"] if more > 0 else [])
-    raise ValueError(f"{what}:\n  " + "\n  ".join(lines))
+def _write(planner: LoadPlanner, item: ReadItem, tensor: torch.Tensor) -> None:
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
+        tensor = tensor.narrow(dim, start, length)
+    target = planner.resolve_tensor(item).detach()
+    if target.shape != tensor.shape:
+        key = shown(item.dest_index.fqn)
+        raise ValueError(f"{key}: a part of {tuple(tensor.shape)} does not fit into {tuple(target.shape)}")
+    target.copy_(tensor)
+    planner.commit_tensor(item, target)

@@ -187,7 +187,7 @@ def storage_mesh(
     groups = [group for _, group in axes]
     if len(axes) == 1 and gtp_mesh.mesh.tolist() == dist.get_process_group_ranks(groups[0]):
         return gtp_mesh
-    grid = torch.tensor(dist.get_process_group_ranks(groups[-1]))
+    grid = torch.tensor(dist.get_process_group_ranks(groups[-1]), device="cpu")  # also under torch.device("meta")
     for group in reversed(groups[:-1]):
         grid = torch.stack(_grids_of_peers(grid, group, gtp_mesh.device_type))
     names = tuple(name for name, _ in axes)

@@ -464,7 +464,13 @@ def test_the_table_of_safetensors(tmp_path, capsys):
     index = '{"weight_map": {"a": "model-1-of-2.safetensors", "d": "model-3-of-3.safetensors"}}'
     (tmp_path / "model.safetensors.index.json").write_text(index)
     assert inspect([str(tmp_path)]) == 2 and "model-3-of-3.safetensors" in capsys.readouterr().err
+    for content, message in ((b"{}", "has no weight_map"), (b'{"weight_map": [1]}', "no weight_map"), (b"{", "broken")):
+        (tmp_path / "model.safetensors.index.json").write_bytes(content)
+        assert inspect([str(tmp_path)]) == 2 and message in capsys.readouterr().err
     (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "folder.safetensors").mkdir()
+    assert inspect([str(tmp_path)]) == 0 and not capsys.readouterr().err
+    assert inspect(["--verify", str(tmp_path)]) == 2 and "no checksums" in capsys.readouterr().err
     (tmp_path / "model-2-of-2.safetensors").write_bytes(b"short")
     assert inspect([str(tmp_path)]) == 2 and "model-2-of-2.safetensors is broken" in capsys.readouterr().err
 

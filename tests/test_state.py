@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import sys
 import weakref
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.swa_utils import AveragedModel
 
@@ -412,3 +413,30 @@ def test_memory_is_flat_over_steps(mesh, rank, world_size):
         assert s.live_lease_bytes == 0 and s.num_pending == 0
         peaks.append(s.peak_lease_bytes)
     assert len(set(peaks[2:])) == 1
+
+
+@ranks(4)
+def test_sharded_tensors_load_with_weights_only(rank):
+    """Meshes are pickled with the tensors on them; what the library keeps on a mesh is left behind."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
+    foreign = distribute_tensor(torch.arange(6.0), mesh["tp"], [Shard(0)])
+    model = nn.Linear(64, 64)
+    parallelize_module(model, mesh["gtp"], GTPStyle())
+    for tensor in (foreign, model.weight.detach()):
+        file = io.BytesIO()
+        torch.save(tensor, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert torch.equal(loaded.to_local(), tensor.to_local())
+
+
+@ranks(2)
+def test_a_state_dict_on_the_meta_device(mesh):
+    with torch.device("meta"):
+        model = MLP((8, 16, 8))
+    parallelize_module(model, mesh, GTPStyle(min_numel=30))
+    state = model.state_dict()
+    assert all(value.is_meta and isinstance(value, DTensor) for value in state.values())
+    before = {name: param._local_tensor._version for name, param in model.named_parameters()}
+    state["layers.0.weight"]._local_tensor.fill_(1.0)
+    assert dict(model.named_parameters())["layers.0.weight"]._local_tensor._version == before["layers.0.weight"] + 1

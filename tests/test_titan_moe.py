@@ -301,14 +301,13 @@ def test_impossible_expert_grids_are_refused_with_numbers_that_work(world_size, 
             r"expert_parallel_comm_backend = 'deepep'.*set it to 'standard'",
         ),
         ({"expert_parallel_degree": 4}, 6, r"expert_parallel_degree = 4 \(axis ep\).*6 experts.*to 1 or 2 or 3 or 6"),
-        ({"last_save_in_hf": True}, 8, r"checkpoint\.last_save_in_hf = true .*set it to false"),
         (
             {"expert_parallel_degree": 2, "pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "DualPipeV"},
             8,
             r"pipeline_parallel_schedule = 'DualPipeV'.*use 'ZBVZeroBubble'",
         ),
     ],
-    ids=["deepep", "num_experts", "hf", "dual_pipe"],
+    ids=["deepep", "num_experts", "dual_pipe"],
 )
 def test_what_experts_cannot_do_under_gtp_is_refused(changes, num_experts, message):
     fine = {
@@ -316,14 +315,10 @@ def test_what_experts_cannot_do_under_gtp_is_refused(changes, num_experts, messa
         "expert_parallel_degree": 2,
         "pipeline_parallel_degree": 1,
         "pipeline_parallel_schedule": "1F1B",
-        "enable": True,
-        "initial_load_in_hf": False,
-        "last_save_in_hf": False,
     }
 
     def job(values):
-        section = types.SimpleNamespace(**values)
-        return types.SimpleNamespace(parallelism=section, checkpoint=section)
+        return types.SimpleNamespace(parallelism=types.SimpleNamespace(**values))
 
     check_experts(job(fine), num_experts)
     with pytest.raises((ValueError, NotImplementedError), match=message):

@@ -116,12 +116,6 @@ def check_experts(job_config, num_experts: int) -> None:
             f"parallelism.expert_parallel_comm_backend = {parallelism.expert_parallel_comm_backend!r} is not supported "
             "together with gtp: its experts have a forward of their own; set it to 'standard'"
         )
-    for key in ("initial_load_in_hf", "last_save_in_hf"):
-        if job_config.checkpoint.enable and getattr(job_config.checkpoint, key):
-            raise NotImplementedError(
-                f"checkpoint.{key} = true is not supported together with gtp for a model with experts: torchtitan's adapter "
-                "does not know how they are cut; set it to false, and convert between formats in a job without [gtp]"
-            )
     ep = parallelism.expert_parallel_degree
     if num_experts % ep:
         working = " or ".join(str(size) for size in range(1, num_experts + 1) if num_experts % size == 0)

@@ -37,6 +37,30 @@ def build_optimizers(model_parts: list[nn.Module], optimizer_config, parallel_di
     return OptimizersContainer(model_parts, torch.optim.SGD, kwargs)
 
 
+@torch.no_grad()
+def initialize_state(optimizers: OptimizersContainer) -> None:
+    """Gives optimizers that have taken no step yet the state that their first step would start from.
+
+    Without it, the state dict of such an optimizer is made by a step at learning rate 0, which counts as a step: Adam's
+    next one would be corrected as its second. Where there are gradients (the first step was skipped), no state would be
+    saved at all.
+    """
+    fresh = [optimizer for optimizer in optimizers if not optimizer.state]
+    if not fresh:
+        return
+    params = [p for optimizer in fresh for group in optimizer.param_groups for p in group["params"]]
+    grads = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    optimizers.state_dict()
+    for optimizer in fresh:
+        for state in optimizer.state.values():
+            if "step" in state:
+                state["step"] *= 0
+    for p, grad in zip(params, grads):
+        p.grad = grad
+
+
 def build_balancing_optimizers(model_parts: list[nn.Module], optimizer_config, parallel_dims) -> OptimizersContainer:
     """torchtitan's optimizers for models with experts, ours inside: before each step they move the expert bias of every
     router by the tokens that its experts got, over all ranks. Errors: see `build_optimizers`."""

@@ -10,14 +10,15 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torchtitan.train as titan_train
 from torchtitan.components.metrics import _get_metrics_rank
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module, device_type
-from torchtitan.train import Trainer
 
 from gtp_dtensor import finalize_grads, set_requires_gradient_sync
 from titan_integration import cpu
+from titan_integration.checkpoint import GTPCheckpointManager, check_checkpoint
 from titan_integration.context_parallel import check_context_parallel
 from titan_integration.data import GlobalOrderLoader
 from titan_integration.dims import GTPParallelDims
@@ -40,7 +41,7 @@ def set_timeouts(timeout: timedelta) -> None:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-class GTPTrainer(Trainer):
+class GTPTrainer(titan_train.Trainer):
     """Trains a torchtitan job whose `[gtp]` section may shard weights over the `gtp` axis.
 
     Where GTP is off this is torchtitan's Trainer, but for two faults of 0.2.2 that it works round: gradients under
@@ -56,7 +57,8 @@ class GTPTrainer(Trainer):
         self._num_microbatches = 0
         self._skips_step = False
         self._num_skipped_steps = 0
-        super().__init__(job_config)
+        with self._checkpoints_by_us():
+            super().__init__(job_config)
         if job_config.gtp.skip_nonfinite_steps:
             self._make_skippable(self.optimizers)
             self._make_skippable(self.lr_schedulers)
@@ -86,6 +88,7 @@ class GTPTrainer(Trainer):
             check_gtp_job(job_config)
             check_experts(job_config, num_experts)
             gtp_config(job_config)
+        check_checkpoint(job_config.checkpoint)
         flavor = None if family is None else family.flavors.get(job_config.model.flavor)
         attention, on_cpu = getattr(flavor, "attn_type", "sdpa"), device_type == "cpu"
         check_context_parallel(job_config, attention, on_cpu, serves_flex=job_config.model.name == "llama3")
@@ -93,6 +96,22 @@ class GTPTrainer(Trainer):
             cpu.check_job(job_config, attention)
         self._quiet_other_ranks(dims)
         return dims
+
+    @contextmanager
+    def _checkpoints_by_us(self):
+        """torchtitan's `__init__` looks its checkpoint manager up in its module; it finds ours while in here."""
+        original = titan_train.CheckpointManager
+
+        def build(**arguments) -> GTPCheckpointManager:
+            # Whether an adapter of another model can work on one weight at a time, nobody has looked.
+            is_known = self.job_config.model.name in families()
+            return GTPCheckpointManager(gathers_for_hf=is_known, **arguments)
+
+        titan_train.CheckpointManager = build
+        try:
+            yield
+        finally:
+            titan_train.CheckpointManager = original
 
     def _quiet_other_ranks(self, dims: GTPParallelDims) -> None:
         """Ranks outside LOG_RANK (torchtitan's variable) log warnings and errors only.
