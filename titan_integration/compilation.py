@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -79,3 +80,27 @@ def _contexts(saved: Collection, recomputed: set[torch.Size]) -> Callable:
         return create_selective_checkpoint_contexts(policy)
 
     return contexts
+
+
+class _Waited(torch.autograd.Function):
+    """A tensor that a collective brings, complete: the same memory, with its gradient's way back."""
+
+    @staticmethod
+    def forward(ctx, x: AsyncCollectiveTensor) -> torch.Tensor:
+        complete = x.trigger_wait()
+        return complete.view_as(complete)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def wait_before_blocks(model: nn.Module) -> None:
+    """Let no `AsyncCollectiveTensor` enter compiled blocks: torch 2.13 takes the tensor inside for it, and its gradient then
+    passes by the operators that made it. Under tensor parallelism the embedding gives one."""
+
+    def wait(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        return _Waited.apply(output) if isinstance(output, AsyncCollectiveTensor) else output
+
+    if model.tok_embeddings is not None:  # of a pipeline the first stage has it
+        model.tok_embeddings.register_forward_hook(wait)

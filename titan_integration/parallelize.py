@@ -15,7 +15,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.tools.utils import device_type
 
 from gtp_dtensor import GTPStyle
-from titan_integration.compilation import checkpoint_by_operator, compiles_model, is_by_operator
+from titan_integration.compilation import checkpoint_by_operator, compiles_model, is_by_operator, wait_before_blocks
 from titan_integration.context_parallel import apply_context_parallel, titan_context_parallel_on_cpu
 from titan_integration.experts import (
     ROUTER_GATES,
@@ -183,6 +183,7 @@ def parallelize(family: Family, model: nn.Module, parallel_dims, job_config) -> 
     apply_expert_style(model, parallel_dims, job_config)
     parallelize_module(model, parallel_dims.get_mesh("gtp"), gtp_style(model, parallel_dims, job_config))
     if compiles:
+        wait_before_blocks(model)
         family.apply_compile(model, job_config.compile, parallel_dims.ep_enabled)
     model.draw_logical_weights = True
     return model
