@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,11 +23,10 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from gtp_dtensor.checkpoint_files import Slice, archive_fault, is_safetensors
-from gtp_dtensor.checkpoint_metadata import chunk_fault, load_metadata, raise_faults, sharing_fault, shown
+from .checkpoint_files import Slice, archive_fault, is_safetensors
+from .checkpoint_metadata import chunk_fault, load_metadata, raise_faults, sharing_fault, shown
 
 _METADATA_FILE = ".metadata"
 
@@ -244,7 +242,6 @@ class CheckedLoadPlanner(DefaultLoadPlanner):
         faults = [fault for key, value in self.state_dict.items() if (fault := self._fault_of(key, value))]
         raise_faults("the checkpoint does not fit, nothing was loaded", faults)
         plan = super().create_local_plan()
-        raise_faults("the checkpoint has holes, nothing was loaded", self._holes(plan))
         read = {item.dest_index.fqn for item in plan.items}
         return dataclasses.replace(plan, planner_data=[key for key in self.state_dict if key not in read])
 
@@ -301,24 +298,6 @@ class CheckedLoadPlanner(DefaultLoadPlanner):
                 return f"{key}: is {value.dtype} here and {dtype} in the checkpoint ({remedy})"
         fault = chunk_fault(saved)  # the reader may be another one, that does not look
         return f"{key}: {fault}" if fault else None
-
-    def _holes(self, plan: LoadPlan) -> list[str]:
-        """Keys of which this rank would get fewer elements than it holds, or some twice."""
-        num_read: dict[str, int] = dict.fromkeys(self.state_dict, 0)
-        for item in plan.items:
-            if item.type == LoadItemType.TENSOR:
-                num_read[item.dest_index.fqn] += math.prod(item.lengths)
-        faults = []
-        for key, value in self.state_dict.items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            if isinstance(value, DTensor):
-                expected = 0 if value.device_mesh.get_coordinate() is None else value.to_local().numel()
-            else:
-                expected = value.numel()
-            if num_read[key] != expected:
-                faults.append(f"{key}: the checkpoint has {num_read[key]} of the {expected} elements of this rank")
-        return faults
 
 
 class _BytesCheck(DefaultLoadPlanner):

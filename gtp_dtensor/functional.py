@@ -92,6 +92,7 @@ def param_edge(param: nn.Parameter, edge: Edge) -> Edge:
 
 
 def reduce_weight_grad(weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, edge: Edge) -> DTensor | None:
+    """Start the reduction of a gathered weight's gradient. Returns it, reduced, where autograd itself wants it."""
     returned = edge is _CAPTURED or wants_gradient_returned(param)
     return weight.runtime.reducer.launch(weight, param, grad, returned)
 

@@ -33,6 +33,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .layout import share_storage
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -182,11 +184,7 @@ class _Twin:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a view of the twin."""
-        return (
-            tensor.layout is torch.strided
-            and tensor.untyped_storage()._cdata == self.full.untyped_storage()._cdata
-            and not self.is_local
-        )
+        return tensor.layout is torch.strided and share_storage(tensor, self.full) and not self.is_local
 
 
 _Twins = dict[int, tuple[torch.Tensor, _Twin]]  # by id of a tensor: the tensor, and its twin
@@ -336,15 +334,15 @@ class _LogicalInit(TorchFunctionMode):
         for tensor in _tensors(result):
             if not isinstance(tensor, DTensor) or any(tensor is given for given in call.tensors):
                 continue
-            memory = tensor._local_tensor.untyped_storage()._cdata
+            local = tensor._local_tensor
             if all(weight is not None for weight in weights):
                 if any(p.is_partial() for p in tensor.placements):
                     continue
                 weight = weights[0]
-                is_same = memory == weight._local_tensor.untyped_storage()._cdata and tensor._spec == weight._spec
+                is_same = share_storage(local, weight._local_tensor) and tensor._spec == weight._spec
                 self._known[tensor] = weakref.ref(weight) if is_same else None
             elif call.is_view and call.name not in _SAME:
-                if call.first in self._copies or memory != call.first._local_tensor.untyped_storage()._cdata:
+                if call.first in self._copies or not share_storage(local, call.first._local_tensor):
                     self._copies[tensor] = True
         return result
 

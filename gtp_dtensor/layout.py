@@ -88,10 +88,15 @@ def new_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
+def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are in one piece of memory, on a meta device too."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both are the same elements of one storage, on a meta device too."""
-    storages = (tensor.untyped_storage()._cdata for tensor in (one, other))
-    return len(set(storages)) == 1 and one.storage_offset() == other.storage_offset() and one.shape == other.shape
+    """Whether both are the same elements of one piece of memory."""
+    same_part = one.shape == other.shape and one.storage_offset() == other.storage_offset()
+    return same_part and share_storage(one, other)
 
 
 def check_replacement(param: torch.Tensor, spec: DTensorSpec, local_shape: torch.Size, fqn: str) -> None:

@@ -1,4 +1,5 @@
-"""The classes that sharded modules get: one subclass for each original class, which changes ``forward`` and what goes with it.
+"""The classes that sharded modules get: one subclass for each original class, which changes ``forward`` and what goes
+with it.
 
 A patched ``forward`` or a hook that holds process groups would break ``deepcopy``; a class does not.
 """
@@ -18,7 +19,7 @@ from . import compiled, functional
 from .init import logical_init
 from .layout import new_dtensor, share_memory
 from .local import cast_arguments
-from .members import ROOT, STATE, ModuleState, RootState, small_of, weight_of
+from .members import ROOT, STATE, ModuleState, RootState
 from .modes import in_backward
 
 
@@ -178,8 +179,6 @@ def sharded_class(base: type[nn.Module], explicit: Forward | None) -> type[nn.Mo
                 base.reset_parameters(self)
 
         namespace["reset_parameters"] = reset_parameters
-    if issubclass(base, nn.Embedding):
-        namespace["_fill_padding_idx_with_zero"] = _fill_padding_row
     return type(f"GTP{base.__name__}", (base,), namespace)
 
 
@@ -196,23 +195,6 @@ def _share_versions(module: nn.Module, destination: dict, prefix: str) -> None:
             local = param._local_tensor
             if share_memory(value._local_tensor, local):
                 destination[prefix + name] = new_dtensor(local.detach(), param._spec)
-
-
-def _fill_padding_row(self: nn.Embedding) -> None:
-    """Zero the padding row where it is stored: torch's indexing would zero a gathered copy of it."""
-    if self.padding_idx is None:
-        return
-    state: ModuleState = self.__dict__[STATE]
-    member = weight_of(self, "weight") if "weight" in state.weights else small_of(self, "weight")
-    local = member.param._local_tensor
-    row = self.padding_idx
-    if member.tp is not None and member.tp.placements[0].is_shard(0):
-        row -= member.tp.mesh.get_local_rank() * -(-member.spec.shape[0] // member.tp.mesh.size())
-    if "weight" in state.weights:
-        row -= member.first_stored_row
-    if 0 <= row < local.shape[0]:
-        with torch.no_grad():
-            local[row].fill_(0)
 
 
 def root_state(root: nn.Module) -> RootState:

@@ -223,6 +223,7 @@ def _is_chosen(modules: ModuleFilter, name: str, module: nn.Module) -> bool:
 
 
 def is_taken_by_experts(module: nn.Module) -> bool:
+    """Whether a style with ``is_expert`` has parameters of ``module`` already."""
     return any(member.runtime.domain.is_expert for member in state_members(module))
 
 

@@ -25,6 +25,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -288,30 +289,41 @@ def start(args: argparse.Namespace) -> torch.device:
     return device
 
 
+def add_model_options(parser: argparse.ArgumentParser, **sizes: int) -> None:
+    """What ``build`` reads, with these defaults."""
+    for name, default in {"layers": 12, **sizes, "look_ahead": 1}.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+
+
+def add_contestants_option(parser: argparse.ArgumentParser, known: Iterable[str]) -> None:
+    """A comma-separated list of these names; all by default."""
+
+    def parse(text: str) -> list[str]:
+        chosen = text.split(",")
+        unknown = sorted(set(chosen) - set(known))
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose from {', '.join(known)}")
+        return chosen
+
+    parser.add_argument("--contestants", type=parse, default=list(known))
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=("fake", "shared", "real", "cpu"), default="fake")
     parser.add_argument("--world", type=int, default=64, help="ranks of the fake world")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--dim", type=int, default=4096)
-    parser.add_argument("--ffn", type=int, default=14336)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
+    add_model_options(parser, dim=4096, ffn=14336, heads=32, kv_heads=8)
     parser.add_argument("--tokens", type=lambda s: [int(t) for t in s.split(",")], default=[1024, 2048, 4096])
     parser.add_argument("--host-tokens", type=int, default=16, help="size at which host time is measured")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--host-steps", type=int, default=40, help="steps of which host time is the median")
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--look-ahead", type=int, default=1)
-    parser.add_argument("--contestants", type=lambda s: s.split(","), default=list(CONTESTANTS))
+    add_contestants_option(parser, CONTESTANTS)
     parser.add_argument("--out", type=Path, default=None, help="folder for bench.json and bench.png")
     parser.add_argument(
         "--trace", type=Path, default=None, help="file for a profiler trace of three steps of gtp (rank 0)"
     )
     args = parser.parse_args()
-    unknown = set(args.contestants) - set(CONTESTANTS)
-    if unknown:
-        parser.error(f"--contestants: {', '.join(unknown)}: choose from {', '.join(CONTESTANTS)}")
     if args.steps < 10:
         parser.error(f"--steps {args.steps}: medians of fewer than 10 steps say little")
     return args

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from bench import build, one_step, random_batch
+from bench import add_contestants_option, add_model_options, build, one_step, random_batch
 from shared_gpu import share_gpu
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -247,22 +247,14 @@ def start(args: argparse.Namespace) -> torch.device:
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=("cpu", "shared", "real"), default="cpu")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--dim", type=int, default=1024)
-    parser.add_argument("--ffn", type=int, default=4096)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=16)
+    add_model_options(parser, dim=1024, ffn=4096, heads=16, kv_heads=16)
     parser.add_argument("--tokens", type=int, default=16, help="of the training step before the first save")
-    parser.add_argument("--look-ahead", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1, help="rounds before those that count")
-    parser.add_argument("--contestants", type=lambda s: s.split(","), default=list(CONTESTANTS))
+    add_contestants_option(parser, CONTESTANTS)
     parser.add_argument("--folder", type=Path, default=None, help="where to save (default: the temporary folder)")
     parser.add_argument("--out", type=Path, default=None, help="folder for bench_checkpoint.json")
     args = parser.parse_args(arguments)
-    unknown = set(args.contestants) - set(CONTESTANTS)
-    if unknown:
-        parser.error(f"--contestants: {', '.join(sorted(unknown))}: choose from {', '.join(CONTESTANTS)}")
     if args.rounds < 5:
         parser.error(f"--rounds {args.rounds}: medians of fewer than 5 rounds say little")
     return args

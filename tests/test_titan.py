@@ -190,6 +190,7 @@ def test_a_twofold_learning_rate_shows(cache, tmp_path):
     assert largest_difference(metrics(tmp_path), metrics(folder / "single")[:3], "loss") > 1e-3
 
 
+@pytest.mark.slow  # tests/test_titan_checkpoint.py has the like without torchrun
 def test_a_checkpoint_resumes_at_another_degree(cache, tmp_path):
     """Three steps on two ranks, three more on four: the losses and norms of six steps on one."""
     folder, common = cache
