@@ -15,14 +15,18 @@
     tensor of one element that requires a gradient exactly if the weight does. A number that differs between the calls
     of one graph keeps two backward calls with equal arguments from being merged into one.
 
+    Inductor may reorder what does not depend on each other, and weighs sizes for that: ranks with batches of different
+    shapes would gather in different orders, which is the end of every collective. So our operators are told to depend on
+    each other there, in the order of the program.
+
     Parameters that stay whole enter as a leaf that shares their memory: their casts fuse with what reads them, and a
     hook on that leaf hands its gradient over.
 """
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
@@ -30,121 +34,15 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.library import Library
 
-from .layout import TPLayout, share_memory
-from .local import cast_inputs, embedding_grad, embedding_placement, linear_weight_grad, look_up, rows_here
-from .members import STATE, ModuleState, small_of, weight_of
+from .handles import WeightHandle, refuse_hooks, weight_behind, whole_local
+from .local import Groups, cast_inputs, embedding_grad, embedding_placement, linear_weight_grad, look_up, rows_here
+from .members import STATE, ModuleState
 from .modes import in_backward
-from .reduce import wants_gradient_returned
 from .schedule import Kind
 from .weight import ShardedWeight
 
-_OWNER = "_gtp_owner"  # attribute of a token: (weak reference to the module, name of the parameter)
+_LAST = "_gtp_last"  # attribute of inductor's graph: the buffer that our operator before this one makes
 _CALLS = "_gtp_calls"  # attribute of a token: how often it was used, in the graph that is being traced
-
-
-@dataclass(eq=False, slots=True)
-class WeightHandle:
-    """What compiled code knows of a sharded weight; see [Note: what the compiler may not know].
-
-    Attributes:
-        token: (TP-local shape), in compute dtype.
-        anchor: (1,), requires a gradient if the weight does.
-        casts: whether inputs are brought to the compute dtype, autocast or not.
-        tp: its model-parallel layout.
-    """
-
-    token: torch.Tensor
-    anchor: torch.Tensor
-    casts: bool
-    tp: TPLayout | None
-
-
-@dataclass(eq=False, slots=True)
-class LeafHandle:
-    """What compiled code knows of a parameter that stays whole.
-
-    Attributes:
-        leaf: shares the parameter's local memory.
-        dtype: what it is computed in.
-        casts: see WeightHandle.
-        tp: its model-parallel layout.
-    """
-
-    leaf: torch.Tensor
-    dtype: torch.dtype
-    casts: bool
-    tp: TPLayout | None
-
-
-def sync_handles(module: nn.Module) -> None:
-    """Make ``module``'s handles what its parameters are now: new ones where device, dtype or memory changed."""
-    state: ModuleState = module.__dict__[STATE]
-    for name in state.weights:
-        param = module._parameters.get(name)
-        if isinstance(param, DTensor):
-            _sync_weight(state, module, name, weight_of(module, name))
-    for name in state.smalls:
-        param = module._parameters.get(name)
-        if isinstance(param, DTensor):
-            _sync_leaf(state, module, name)
-
-
-def _sync_weight(state: ModuleState, module: nn.Module, name: str, weight: ShardedWeight) -> None:
-    handle = state.handles.get(name)
-    device, dtype, trains = weight.param.device, weight.compute_dtype, weight.param.requires_grad
-    if handle is None or handle.token.device != device or handle.token.dtype != dtype:
-        shape = weight.tp_local_shape
-        token = torch.empty_strided(shape, (0,) * len(shape), dtype=dtype, device=device)
-        setattr(token, _OWNER, (weakref.ref(module), name))
-        weight.tokens.append(token)
-        anchor = torch.zeros(1, device=device)
-        casts = weight.runtime.config.param_dtype is not None
-        handle = state.handles[name] = WeightHandle(token, anchor, casts, weight.tp)
-    if handle.anchor.requires_grad != trains:
-        handle.anchor.requires_grad_(trains)
-
-
-def _sync_leaf(state: ModuleState, module: nn.Module, name: str) -> None:
-    small = small_of(module, name)
-    param, handle = small.param, state.leaves.get(name)
-    local = param._local_tensor
-    if handle is None or not share_memory(handle.leaf, local) or handle.dtype != small.compute_dtype:
-        leaf = local.detach()
-        handle = state.leaves[name] = LeafHandle(
-            leaf, small.compute_dtype, small.runtime.config.param_dtype is not None, small.tp
-        )
-        if leaf.is_floating_point():
-            leaf.requires_grad_(True)
-            leaf.register_post_accumulate_grad_hook(_LeafHook(module, name))
-    if handle.leaf.requires_grad != param.requires_grad:
-        handle.leaf.requires_grad_(param.requires_grad)
-
-
-class _LeafHook:
-    """Hands the gradient of a leaf over to the reducer."""
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module, self._name = weakref.ref(module), name
-
-    def __call__(self, leaf: torch.Tensor) -> None:
-        grad, leaf.grad = leaf.grad, None
-        small = small_of(self._module(), self._name)
-        param = small.param
-        if not param.requires_grad:
-            return
-        refuse_hooks(small.fqn, param)
-        small.runtime.is_compiled = True
-        small.runtime.enter()
-        small.runtime.reducer.collect(small, param, grad)
-
-
-def refuse_hooks(fqn: str, param: nn.Parameter) -> None:
-    """Raise ``RuntimeError`` where a hook waits for a gradient that compiled code does not bring by."""
-    if wants_gradient_returned(param):
-        raise RuntimeError(
-            f"{fqn}: a hook on this parameter waits for its gradient, which does not pass through autograd in compiled code: "
-            "remove the hook, or leave the module that owns the parameter uncompiled (torch.compiler.disable)"
-        )
 
 
 # ---- operators
@@ -154,15 +52,42 @@ library = Library("gtp", "DEF")
 
 def _define(schema: str, implementation, fake) -> None:
     name = schema.partition("(")[0]
-    library.define(schema)
+    # A CUDA graph that inductor records would replay the gather and nothing of what decides on it.
+    library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
     library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"gtp::{name}", fake, lib=library)
+
+    def fake_and_lowering(*args):
+        _lower_in_order(getattr(torch.ops.gtp, name).default)
+        return fake(*args)
+
+    torch.library.register_fake(f"gtp::{name}", fake_and_lowering, lib=library)
 
 
-def _weight(token: torch.Tensor) -> ShardedWeight:
-    """The weight that ``token`` stands for."""
-    ref, name = getattr(token, _OWNER)
-    return weight_of(ref(), name)
+def _lower_in_order(operator: torch._ops.OpOverload) -> None:
+    """Tell inductor, where it is in use, to keep ``operator`` behind those of ours that come before it in the graph.
+
+    Done when a fake runs, which is before inductor lowers: importing inductor takes seconds and is not for us to do.
+    """
+    lowering = sys.modules.get("torch._inductor.lowering")
+    if lowering is None or operator in lowering.lowerings:
+        return
+    from torch._inductor.virtualized import V
+
+    lower = lowering.fallback_handler(operator, add_to_fallback_set=False)
+
+    def lower_in_order(*args):
+        graph = V.graph
+        num_before = len(graph.operations)
+        result = lower(*args)
+        kernel = next(op for op in graph.operations[num_before:] if getattr(op, "op_overload", None) is operator)
+        # The last one of the graph that is being lowered lives with that graph.
+        previous = graph.__dict__.get(_LAST)
+        if previous is not None:
+            graph.additional_buffer_deps[kernel.get_operation_name()].add(previous)
+        setattr(graph, _LAST, kernel.get_name())
+        return result
+
+    lowering.register_lowering(operator, type_promotion_kind=None)(lower_in_order)
 
 
 def _kind(grad: bool) -> Kind:
@@ -174,7 +99,7 @@ def _kind(grad: bool) -> Kind:
 
 def _used_weight(token: torch.Tensor, grad: bool, trains: bool) -> ShardedWeight:
     """The weight, for a forward use. Raises RuntimeError where its gradient would be lost."""
-    weight = _weight(token)
+    weight = weight_behind(token)
     weight.runtime.is_compiled = True
     param = weight.param
     if grad and param.requires_grad:
@@ -185,6 +110,23 @@ def _used_weight(token: torch.Tensor, grad: bool, trains: bool) -> ShardedWeight
                 "forward of the whole model, which notices, or torch.compiler.reset()"
             )
     return weight
+
+
+def _gathered_for(weight: ShardedWeight, kind: Kind, dtype: torch.dtype | None, compute: Callable) -> torch.Tensor:
+    """``compute`` of the gathered weight, in ``dtype`` where it is given."""
+    runtime = weight.runtime
+    # A write since the forward that is noticed only now differs from the number of a moment ago. Earlier ones change the
+    # token's version, which autograd compares.
+    lease = (
+        runtime.acquire(weight, kind, True, weight.num_writes)
+        if kind is Kind.BACKWARD
+        else runtime.acquire(weight, kind)
+    )
+    w = lease.read_local()
+    result = compute(w if dtype is None else w.to(dtype))
+    del w
+    runtime.release(lease)
+    return result
 
 
 def _next_call(token: torch.Tensor) -> int:
@@ -222,13 +164,7 @@ def _anchor_grad(anchor: torch.Tensor | None, like: torch.Tensor) -> torch.Tenso
 
 def _linear(x, bias, token, anchor, dtype, grad, trains, partial):
     weight = _used_weight(token, grad, trains)
-    runtime = weight.runtime
-    lease = runtime.acquire(weight, _kind(grad))
-    w = lease.read_local()
-    y = F.linear(x, w if dtype is None else w.to(dtype), bias)
-    del w
-    runtime.release(lease)
-    return y
+    return _gathered_for(weight, _kind(grad), dtype, lambda w: F.linear(x, w, bias))
 
 
 def _linear_fake(x, bias, token, anchor, dtype, grad, trains, partial):
@@ -236,20 +172,14 @@ def _linear_fake(x, bias, token, anchor, dtype, grad, trains, partial):
 
 
 def _linear_backward(grad_y, x, token, anchor, dtype, wants_input, partial, call):
-    weight = _weight(token)
-    runtime = weight.runtime
+    weight = weight_behind(token)
     rows = grad_y if grad_y.dim() == 2 else grad_y.reshape(-1, grad_y.shape[-1])
     grad_x = _none(grad_y)
     if wants_input:
-        # A write since the forward that is noticed only now differs from the number of a moment ago. Earlier ones
-        # change the token's version, which autograd compares.
-        lease = runtime.acquire(weight, Kind.BACKWARD, True, weight.num_writes)
-        w = lease.read_local()
-        grad_x = torch.mm(rows, w if dtype is None else w.to(dtype)).view(*grad_y.shape[:-1], w.shape[1])
-        del w
-        runtime.release(lease)
+        grad_x = _gathered_for(weight, Kind.BACKWARD, dtype, lambda w: torch.mm(rows, w))
+        grad_x = grad_x.view(*grad_y.shape[:-1], grad_x.shape[1])
     if x is not None and _wants_weight_grad(weight):
-        runtime.reducer.make_room()
+        weight.runtime.reducer.make_room()
         x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         _reduce(weight, linear_weight_grad(rows, x, weight.reduce_dtype), partial)
     return grad_x, _anchor_grad(anchor, grad_y)
@@ -338,6 +268,90 @@ def _call_linear(x, bias, handle: WeightHandle, dtype: torch.dtype | None, parti
     )
 
 
+# stacks of experts
+
+
+def _grouped(x, offsets, splits, token, anchor, dtype, grad, trains):
+    weight = _used_weight(token, grad, trains)
+    groups = Groups(offsets, splits)
+    groups.check(weight.fqn, token.shape)
+    return _gathered_for(weight, _kind(grad), dtype, lambda w: groups.product(x, w))
+
+
+def _grouped_fake(x, offsets, splits, token, anchor, dtype, grad, trains):
+    return x.new_empty(x.shape[0] if splits is None else sum(splits), token.shape[1])
+
+
+def _grouped_backward(grad_y, x, offsets, splits, num_rows, token, anchor, dtype, wants_input, call):
+    weight = weight_behind(token)
+    groups = Groups(offsets, splits)
+    grad_x = _none(grad_y)
+    if wants_input:
+        grad_x = _gathered_for(weight, Kind.BACKWARD, dtype, lambda w: groups.input_grad(grad_y, w, num_rows))
+    if x is not None and _wants_weight_grad(weight):
+        weight.runtime.reducer.make_room()
+        _reduce(weight, groups.weight_grad(grad_y, x))
+    return grad_x, _anchor_grad(anchor, grad_y)
+
+
+def _grouped_backward_fake(grad_y, x, offsets, splits, num_rows, token, anchor, dtype, wants_input, call):
+    grad_x = grad_y.new_empty(num_rows, token.shape[2]) if wants_input else _none(grad_y)
+    return grad_x, _none(grad_y) if anchor is None else torch.empty_like(anchor)
+
+
+def _save_grouped(ctx, inputs, output):
+    x, offsets, splits, token, anchor, dtype, grad, trains = inputs
+    ctx.save_for_backward(x if trains else None, offsets, token, anchor)
+    ctx.options = splits, x.shape[0], dtype, _next_call(token)
+
+
+def _differentiate_grouped(ctx, grad_y):
+    x, offsets, token, anchor = ctx.saved_tensors
+    splits, num_rows, dtype, call = ctx.options
+    wants_input, _, _, _, wants_anchor, *_ = ctx.needs_input_grad
+    grad_x = grad_anchor = None
+    if wants_input or x is not None:
+        anchor = anchor if wants_anchor else None
+        grad_x, grad_anchor = torch.ops.gtp.grouped_linear_backward(
+            grad_y, x, offsets, splits, num_rows, token, anchor, dtype, wants_input, call
+        )
+    return grad_x if wants_input else None, None, None, None, grad_anchor if wants_anchor else None, None, None, None
+
+
+_define(
+    "grouped_linear(Tensor x, Tensor? offsets, SymInt[]? splits, Tensor token, Tensor? anchor, ScalarType? dtype, bool grad, "
+    "bool trains) -> Tensor",
+    _grouped,
+    _grouped_fake,
+)
+_define(
+    "grouped_linear_backward(Tensor grad_y, Tensor? x, Tensor? offsets, SymInt[]? splits, SymInt num_rows, Tensor token, "
+    "Tensor? anchor, ScalarType? dtype, bool wants_input, int call) -> (Tensor, Tensor)",
+    _grouped_backward,
+    _grouped_backward_fake,
+)
+torch.library.register_autograd("gtp::grouped_linear", _differentiate_grouped, setup_context=_save_grouped, lib=library)
+
+
+def grouped_linear(
+    module: nn.Module, name: str, x: torch.Tensor, offsets: torch.Tensor | None, splits: list[int] | None
+) -> torch.Tensor:
+    """``experts.grouped_linear`` in code that is being compiled."""
+    state: ModuleState = getattr(module, STATE)
+    groups = Groups(offsets, splits)
+    if name in state.leaves:
+        leaf = state.leaves[name]
+        w = whole_local(leaf)
+        x, dtype = groups.cast(x, w.dtype, leaf.casts)
+        return groups.product(x, w if dtype is None else w.to(dtype))
+    handle: WeightHandle = state.handles[name]
+    x, dtype = groups.cast(x, handle.token.dtype, handle.casts)
+    anchor = handle.anchor if handle.anchor.requires_grad and not x.requires_grad else None
+    trains = handle.anchor.requires_grad
+    options = dtype, torch.is_grad_enabled(), trains
+    return torch.ops.gtp.grouped_linear(x, offsets, splits, handle.token, anchor, *options)
+
+
 # embedding
 
 
@@ -355,7 +369,7 @@ def _embedding_fake(ids, token, anchor, padding_idx, scale_by_freq, grad, trains
 
 
 def _embedding_backward(grad_y, ids, token, anchor, padding_idx, scale_by_freq, call):
-    weight = _weight(token)
+    weight = weight_behind(token)
     if _wants_weight_grad(weight):
         weight.runtime.reducer.make_room()
         num_rows = token.shape[0]
@@ -422,7 +436,7 @@ def _gathered_fake(token, anchor, grad, trains):
 
 
 def _gathered_backward(grad_w, token, anchor, call):
-    weight = _weight(token)
+    weight = weight_behind(token)
     if _wants_weight_grad(weight):
         _reduce(weight, grad_w)
     return _anchor_grad(anchor, grad_w)
@@ -466,16 +480,3 @@ def use(module: nn.Module, name: str) -> torch.Tensor:
         tensor = torch.ops.gtp.gathered(handle.token, anchor, torch.is_grad_enabled(), anchor.requires_grad)
     tp = handle.tp
     return tensor if tp is None else DTensor.from_local(tensor, tp.mesh, tp.placements, run_check=False)
-
-
-def input_dtypes(module: nn.Module) -> set[torch.dtype]:
-    """``functional.input_dtypes`` in code that is being compiled."""
-    state: ModuleState = getattr(module, STATE)
-    dtypes = {handle.token.dtype for handle in state.handles.values() if handle.casts and handle.token.dim() > 1}
-    return dtypes | {handle.dtype for handle in state.leaves.values() if handle.casts and handle.leaf.dim() > 1}
-
-
-def whole_local(handle: LeafHandle) -> torch.Tensor:
-    """This rank's part of a parameter that stays whole, in compute dtype."""
-    leaf = handle.leaf
-    return leaf if leaf.dtype == handle.dtype else leaf.to(handle.dtype)

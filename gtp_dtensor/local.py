@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -85,3 +87,57 @@ def embedding_grad(
     if outside is not None:
         grad_y = grad_y.masked_fill(outside.unsqueeze(-1), 0)
     return torch.ops.aten.embedding_dense_backward(grad_y, ids, num_rows, padding_idx, scale_by_freq)
+
+
+class Groups:
+    """Which rows of x belong to which expert, and the products over all experts: x (T, in), w (E, out, in).
+
+    ``offsets``, int32 (E,): where each expert's rows end, for torch's grouped GEMM, which reads bfloat16. ``splits``: a
+    list of their numbers of rows, for one product an expert in any dtype.
+    """
+
+    def __init__(self, offsets: torch.Tensor | None, splits: list[int] | None) -> None:
+        self.offsets = offsets
+        self.splits = splits
+
+    def _loop(self, one: Callable, *stacks: torch.Tensor) -> list[torch.Tensor]:
+        """``one`` of each expert's rows of ``stacks``."""
+        used = sum(self.splits)
+        parts = [stack[:used].split(self.splits) for stack in stacks]
+        return [one(expert, *rows) for expert, rows in enumerate(zip(*parts))]
+
+    def check(self, fqn: str, shape: torch.Size) -> None:
+        """Raise ``ValueError`` where there are not as many groups as experts in a stack of this shape."""
+        num_groups = len(self.splits) if self.offsets is None else self.offsets.shape[0]
+        if len(shape) != 3 or shape[0] != num_groups:
+            raise ValueError(
+                f"grouped_linear: {num_groups} groups of rows for {fqn}, of shape {tuple(shape)} on this rank: dim 0 "
+                "counts experts"
+            )
+
+    def cast(self, x: torch.Tensor, dtype: torch.dtype, casts: bool) -> tuple[torch.Tensor, torch.dtype | None]:
+        """(x, the dtype that the stack is cast to beyond ``dtype``, its own, or None); see cast_inputs."""
+        if self.offsets is not None:
+            return x.to(torch.bfloat16), torch.bfloat16
+        x, _, dtype = cast_inputs(x, None, dtype, casts)
+        return x, dtype
+
+    def product(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """x w^T by experts, (rows, out)."""
+        if self.offsets is not None:
+            return torch._grouped_mm(x, w.transpose(-2, -1), offs=self.offsets)
+        return torch.cat(self._loop(lambda expert, rows: rows @ w[expert].t(), x))
+
+    def input_grad(self, grad_y: torch.Tensor, w: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """grad_y w by experts, (num_rows, in)."""
+        if self.offsets is not None:
+            return torch._grouped_mm(grad_y, w, offs=self.offsets)
+        grad_x = torch.cat(self._loop(lambda expert, rows: rows @ w[expert], grad_y))
+        unused = num_rows - grad_x.shape[0]  # rows of no expert
+        return F.pad(grad_x, (0, 0, 0, unused)) if unused else grad_x
+
+    def weight_grad(self, grad_y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """grad_y^T x by experts, (E, out, in)."""
+        if self.offsets is not None:
+            return torch._grouped_mm(grad_y.t(), x, offs=self.offsets)
+        return torch.stack(self._loop(lambda expert, grad_rows, rows: grad_rows.t() @ rows, grad_y, x))

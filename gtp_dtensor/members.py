@@ -17,7 +17,7 @@ from .small import SmallParam
 from .weight import ShardedWeight
 
 if TYPE_CHECKING:
-    from .compiled import LeafHandle, WeightHandle
+    from .handles import LeafHandle, WeightHandle
 
 STATE = "_gtp"  # the attribute, in a module's __dict__, that holds its ModuleState
 ROOT = "_gtp_root"  # the same for the RootState of a module that parallelize_module was called on
@@ -34,7 +34,7 @@ class ModuleState:
         self._module = weakref.ref(module)
         self.weights: dict[str, ShardedWeight] = {}
         self.smalls: dict[str, SmallParam] = {}
-        # What compiled code knows of them, see compiled.py.
+        # What compiled code knows of them, see handles.py.
         self.handles: dict[str, WeightHandle] = {}
         self.leaves: dict[str, LeafHandle] = {}
         self.borrows: list[str] = []

@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor
 
-from . import compiled, functional
+from . import compiled, functional, handles
 from .init import logical_init
 from .layout import new_dtensor, share_memory
 from .local import cast_arguments
@@ -137,7 +137,7 @@ def sharded_class(base: type[nn.Module], explicit: Forward | None) -> type[nn.Mo
 
         def forward(self: nn.Module, *args, **kwargs):
             if is_dynamo_compiling():
-                args, kwargs = cast_arguments(compiled.input_dtypes(self), args, kwargs)
+                args, kwargs = cast_arguments(handles.input_dtypes(self), args, kwargs)
                 return base.forward(self, *args, **kwargs)
             state: ModuleState = self.__dict__[STATE]
             if state.is_simple and not state.smalls.keys() & self.__dict__.keys():
@@ -216,7 +216,7 @@ def _enter_root(module: nn.Module, args: tuple) -> None:
         state.has_run = True
         for part in module.modules():
             if STATE in part.__dict__:
-                compiled.sync_handles(part)
+                handles.sync_handles(part)
 
 
 @torch.compiler.disable(recursive=True, reason="GTP's bookkeeping at the borders of a model's forward is not traced")

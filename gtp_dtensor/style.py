@@ -18,9 +18,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.parallel import parallelize_module as _torch_parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from .compiled import sync_handles
 from .config import GTPConfig
 from .domain import Domain, domain_of
+from .handles import sync_handles
 from .layout import TPLayout, check_gtp_mesh, replica_axis, weight_layout
 from .members import STATE, ModuleState
 from .modules import Forward, explicit_forward, root_state, sharded_class

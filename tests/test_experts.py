@@ -546,7 +546,7 @@ def test_autocast(rank, world_size):
 @ranks(2)
 def test_one_gradient_of_a_stack_is_in_flight_at_a_time(rank, world_size):
     module = lone_experts(world_size, forwards={Experts: grouped_experts})
-    groups, most = gtp_dtensor.experts._Groups, []
+    groups, most = gtp_dtensor.local.Groups, []
     weight_grad = groups.weight_grad
 
     def counting(self, *args):
