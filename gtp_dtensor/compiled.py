@@ -438,7 +438,8 @@ def _gathered_fake(token, anchor, grad, trains):
 def _gathered_backward(grad_w, token, anchor, call):
     weight = weight_behind(token)
     if _wants_weight_grad(weight):
-        _reduce(weight, grad_w)
+        # Inductor writes other things into the memory of what it was told is read no more, and the reduction goes on.
+        _reduce(weight, grad_w.clone())
     return _anchor_grad(anchor, grad_w)
 
 

@@ -12,7 +12,8 @@ that mode tells host time, memory and the schedule, not communication; ranks tha
 time.
 
 "step" is the time of forward and backward with the device waited for; "host" is the time until both are enqueued, at a
-size so small that the device never makes the host wait; both are medians. "us/use" is what a use of a weight costs the
+size so small that the device never makes the host wait; both are medians. A name with "_compiled" behind it means that
+each block is compiled, for each size anew; "graphs" and "breaks" are what dynamo counted. "us/use" is what a use of a weight costs the
 host: (host - host of no sharding) / (gathers of the step), where steps of both are taken in turns, since the speed of a
 host changes from second to second.
 """
@@ -25,7 +26,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,6 +35,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from shared_gpu import share_gpu
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -41,6 +43,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from gtp_dtensor import GTPConfig, GTPStyle, reset_stats, stats
 
 CONTESTANTS = ("none", "fsdp_block", "fsdp_linear", "gtp")
+COMPILED = "_compiled"  # after a contestant's name: each of its blocks compiled, one compilation for each size
 
 
 class Block(nn.Module):
@@ -80,12 +83,21 @@ class Stack(nn.Module):
         return x
 
 
+def compile_blocks(model: Stack) -> None:
+    """As torchtitan does: no graph break inside of a block."""
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, fullgraph=True, dynamic=False)
+
+
 def build(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """The model, sharded as the contestant does. Sharded ones keep float32 parameters and compute in bfloat16; the
     unsharded floor has bfloat16 parameters."""
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Stack(args)
+    compiled, contestant = contestant.endswith(COMPILED), contestant.removesuffix(COMPILED)
+    if compiled and contestant != "gtp":
+        compile_blocks(model)  # before FSDP2: its hooks stand outside
     if contestant == "gtp":
         config = GTPConfig(
             param_dtype=torch.bfloat16,
@@ -94,6 +106,8 @@ def build(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: t
             calculate_per_token_loss=True,
         )
         parallelize_module(model, mesh, GTPStyle(config), src_data_rank=None)
+        if compiled:
+            compile_blocks(model)
     elif contestant.startswith("fsdp"):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in model.blocks:
@@ -126,6 +140,8 @@ class Row:
     num_uses: int
     host_us_per_use: float | None = None
     over_floor: float | None = None
+    num_graphs: int | None = None
+    num_graph_breaks: int | None = None
 
 
 def measure(model: nn.Module, tokens: int, args: argparse.Namespace, device: torch.device) -> float:
@@ -177,6 +193,8 @@ def collect_garbage(device: torch.device) -> None:
 def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> list[Row]:
     """All sizes of one contestant."""
     host_s, added_s = host_seconds(contestant, args, mesh, device)
+    torch._dynamo.reset()
+    counters.clear()
     model = build(contestant, args, mesh, device)
     rows = []
     for tokens in args.tokens:
@@ -202,7 +220,10 @@ def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: tor
                 None if contestant == "none" else added_s * 1e6 / num_uses,
             )
         )
-    if args.trace is not None and contestant == "gtp":
+        if contestant.endswith(COMPILED):
+            rows[-1].num_graphs = counters["stats"]["unique_graphs"]
+            rows[-1].num_graph_breaks = sum(counters["graph_break"].values())
+    if args.trace is not None and contestant.removesuffix(COMPILED) == "gtp":
         write_trace(model, args, device)
     del model
     collect_garbage(device)
@@ -227,16 +248,28 @@ def write_trace(model: nn.Module, args: argparse.Namespace, device: torch.device
 
 def table(rows: list[Row]) -> str:
     """The rows, readable."""
-    names = ("contestant", "tokens", "step ms", "/floor", "host ms", "us/use", "alloc GiB", "resv GiB")
-    lines = ["{:<12} {:>6} {:>9} {:>7} {:>9} {:>8} {:>10} {:>9}".format(*names)]
+    names = (
+        "contestant",
+        "tokens",
+        "step ms",
+        "/floor",
+        "host ms",
+        "us/use",
+        "alloc GiB",
+        "resv GiB",
+        "graphs",
+        "breaks",
+    )
+    lines = ["{:<19} {:>6} {:>9} {:>7} {:>9} {:>8} {:>10} {:>9} {:>6} {:>6}".format(*names)]
     for row in rows:
         floor = "" if row.over_floor is None else f"{row.over_floor:.3f}"
         use = "" if row.host_us_per_use is None else f"{row.host_us_per_use:.1f}"
+        graphs = "" if row.num_graphs is None else f"{row.num_graphs:>6} {row.num_graph_breaks:>6}"
         lines.append(
-            f"{row.contestant:<12} {row.tokens:>6} {row.step_ms:>9.2f} {floor:>7} {row.host_ms:>9.2f} {use:>8} "
-            f"{row.peak_allocated_gib:>10.2f} {row.peak_reserved_gib:>9.2f}"
+            f"{row.contestant:<19} {row.tokens:>6} {row.step_ms:>9.2f} {floor:>7} {row.host_ms:>9.2f} {use:>8} "
+            f"{row.peak_allocated_gib:>10.2f} {row.peak_reserved_gib:>9.2f} {graphs}"
         )
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def plot(rows: list[Row], path: Path, title: str) -> bool:
@@ -295,8 +328,9 @@ def add_model_options(parser: argparse.ArgumentParser, **sizes: int) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
 
 
-def add_contestants_option(parser: argparse.ArgumentParser, known: Iterable[str]) -> None:
-    """A comma-separated list of these names; all by default."""
+def add_contestants_option(parser: argparse.ArgumentParser, default: Sequence[str], more: Sequence[str] = ()) -> None:
+    """A comma-separated list of these names."""
+    known = [*default, *more]
 
     def parse(text: str) -> list[str]:
         chosen = text.split(",")
@@ -305,7 +339,9 @@ def add_contestants_option(parser: argparse.ArgumentParser, known: Iterable[str]
             raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose from {', '.join(known)}")
         return chosen
 
-    parser.add_argument("--contestants", type=parse, default=list(known))
+    parser.add_argument(
+        "--contestants", type=parse, default=list(default), help=f"of {', '.join(known)} (default: {','.join(default)})"
+    )
 
 
 def parse_args() -> argparse.Namespace:
@@ -318,7 +354,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--host-steps", type=int, default=40, help="steps of which host time is the median")
     parser.add_argument("--warmup", type=int, default=3)
-    add_contestants_option(parser, CONTESTANTS)
+    add_contestants_option(parser, CONTESTANTS, [name + COMPILED for name in CONTESTANTS])
     parser.add_argument("--out", type=Path, default=None, help="folder for bench.json and bench.png")
     parser.add_argument(
         "--trace", type=Path, default=None, help="file for a profiler trace of three steps of gtp (rank 0)"

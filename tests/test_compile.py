@@ -21,7 +21,8 @@ from tests.models import TinyLlama
 from tests.reference import full_gradients, full_parameters, local_slice, mean_square
 from tests.test_parity import _llama_tp_plan
 
-compiled_ranks = ranks(2, timeout=300, group_timeout=200)  # the first compilation imports a lot
+BOTH = ("cpu", "cuda")
+compiled_ranks = ranks(2, timeout=300, group_timeout=200, device=BOTH)  # the first compilation imports a lot
 backends = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 BF16 = GTPConfig(param_dtype=torch.bfloat16)
 
@@ -84,15 +85,15 @@ def twins(build, shard) -> tuple[nn.Module, nn.Module]:
     return pair
 
 
-def compile_whole(module: nn.Module, backend: str = "aot_eager") -> nn.Module:
+def compile_whole(module: nn.Module, backend: str = "aot_eager", **options: bool) -> nn.Module:
     """``module`` compiled as one graph; roundings to bfloat16 inside of inductor's kernels are those of eager."""
-    options = {"emulate_precision_casts": True} if backend == "inductor" else None
+    options = {"emulate_precision_casts": True, **options} if backend == "inductor" else None
     return torch.compile(module, fullgraph=True, backend=backend, options=options)
 
 
-def compile_blocks(model: nn.Module, backend: str = "aot_eager") -> None:
+def compile_blocks(model: nn.Module, backend: str = "aot_eager", **options: bool) -> None:
     for name, block in model.layers.named_children():
-        model.layers.register_module(name, compile_whole(block, backend))
+        model.layers.register_module(name, compile_whole(block, backend, **options))
 
 
 def tolerance(backend: str, config: GTPConfig | None = None) -> float:
@@ -317,6 +318,37 @@ def test_any_module(mesh, rank, world_size, device, config, backend):
     assert num_compilations() == 1
 
 
+class Products(nn.Module):
+    """The gradients of two weights have the same size, and the second one is computed after the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Parameter(torch.randn(32, 32) / 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., 32) -> the same."""
+        return torch.tanh(x @ self.one) @ self.two
+
+
+@compiled_ranks
+@backends
+def test_what_is_being_reduced_is_not_written_over(mesh, rank, world_size, device, backend):
+    """Inductor reuses memory in place, and does not know that a reduction still reads it."""
+    fresh()
+    model = gtp(mesh)(Net(2, Products).to(device))
+    compile_blocks(model, backend)
+    transport = type(next(iter(model.embedding.__dict__[STATE].weights.values())).runtime.transport)
+    reduce_scatter, sent = transport.reduce_scatter, []
+
+    def recording(self, out, buffer, *args):
+        sent.append((buffer, buffer.clone()))
+        return reduce_scatter(self, out, buffer, *args)
+
+    with mock.patch.object(transport, "reduce_scatter", recording):
+        mean_square(model(ids_of(0)[:, :4].to(device))).backward()  # 32 rows: gradients of the input have the same size
+    assert len(sent) > 4 and all(torch.equal(*pair) for pair in sent)
+
+
 class Experts(nn.Module):
     """A stack of linears in groups of rows, in a loop and by grouped GEMM, and one that is too small to be sharded."""
 
@@ -436,7 +468,7 @@ class WaitingLlama(TinyLlama):
         return self.output(self.norm(x))
 
 
-@ranks(4, timeout=300, group_timeout=200)
+@ranks(4, timeout=300, group_timeout=200, device=BOTH)
 @pytest.mark.parametrize("ac", [False, True], ids=["", "checkpointed"])
 @backends
 def test_llama_with_tensor_parallel(rank, device, ac, backend):
@@ -525,3 +557,27 @@ def test_inductor_keeps_the_order_of_gathers(mesh, rank, world_size, device):
 def no_deps() -> property:
     """Of an inductor graph: dependencies that are forgotten at once."""
     return property(lambda graph: collections.defaultdict(set), lambda graph, value: None)
+
+
+@pytest.mark.slow
+@ranks(2, timeout=300, group_timeout=200, device="cuda")
+def test_cuda_graphs_of_inductor_leave_gathers_out(mesh, rank, world_size, device):
+    fresh()
+    pair = twins(lambda: Net(2).to(device), gtp(mesh))
+    compile_blocks(pair[1], "inductor", **{"triton.cudagraphs": True})
+    num_replays = 0
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counting(self):
+        nonlocal num_replays
+        num_replays += 1
+        return replay(self)
+
+    def batch(step):
+        torch.compiler.cudagraph_mark_step_begin()
+        return ids_of(step).to(device)
+
+    with mock.patch.object(torch.cuda.CUDAGraph, "replay", counting):
+        eager, compiled = train_twins(pair, batch, rank, world_size, num_steps=6, optimizer="sgd", rtol=1e-6)
+    assert eager == compiled
+    assert num_replays > 0
