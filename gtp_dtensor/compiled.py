@@ -11,9 +11,10 @@
     which the compiler passes on as it is, to the backward too.
 
     The gradient of a weight does not flow through the graph either: the backward operator starts its reduction, as in
-    eager. What keeps that operator alive is the gradient of its input, or, where that needs none, of an *anchor*, a
-    tensor of one element that requires a gradient exactly if the weight does. A number that differs between the calls
-    of one graph keeps two backward calls with equal arguments from being merged into one.
+    eager. What keeps that operator alive, also where its input needs no gradient, is the gradient of an *anchor*, a
+    tensor of one element that requires a gradient exactly if the weight does. The engine tells of it whether it was
+    asked for. A number that differs between the calls of one graph keeps two backward calls with equal arguments from
+    being merged into one.
 
     Inductor may reorder what does not depend on each other, and weighs sizes for that: ranks with batches of different
     shapes would gather in different orders, which is the end of every collective. So our operators are told to depend on
@@ -34,7 +35,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.library import Library
 
-from .handles import WeightHandle, refuse_hooks, weight_behind, whole_local
+from .handles import WeightHandle, anchor_of, refuse_hooks, weight_behind, whole_local
 from .local import Groups, cast_inputs, embedding_grad, embedding_placement, linear_weight_grad, look_up, rows_here
 from .members import STATE, ModuleState
 from .modes import in_backward
@@ -135,10 +136,15 @@ def _next_call(token: torch.Tensor) -> int:
     return number
 
 
-def _wants_weight_grad(weight: ShardedWeight) -> bool:
-    """In a backward: notices the backward, and whether the weight was frozen since its forward."""
+def _wants_weight_grad(weight: ShardedWeight, token: torch.Tensor) -> bool:
+    """In a backward: notices the backward, whether the weight was frozen since its forward, and whether gradients of other
+    tensors only were asked for (``torch.autograd.grad``, ``inputs=``), as pipelines do: the engine then does not execute
+    the anchor's node."""
     weight.runtime.enter()
-    return weight.param.requires_grad
+    if not weight.param.requires_grad:
+        return False
+    node = torch.autograd.graph.get_gradient_edge(anchor_of(token)).node
+    return torch._C._will_engine_execute_node(node)
 
 
 def _reduce(weight: ShardedWeight, grad: torch.Tensor, owes_tp_sum: bool = False) -> None:
@@ -178,7 +184,7 @@ def _linear_backward(grad_y, x, token, anchor, dtype, wants_input, partial, call
     if wants_input:
         grad_x = _gathered_for(weight, Kind.BACKWARD, dtype, lambda w: torch.mm(rows, w))
         grad_x = grad_x.view(*grad_y.shape[:-1], grad_x.shape[1])
-    if x is not None and _wants_weight_grad(weight):
+    if x is not None and _wants_weight_grad(weight, token):
         weight.runtime.reducer.make_room()
         x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         _reduce(weight, linear_weight_grad(rows, x, weight.reduce_dtype), partial)
@@ -262,9 +268,8 @@ def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 def _call_linear(x, bias, handle: WeightHandle, dtype: torch.dtype | None, partial: bool) -> torch.Tensor:
     anchor = handle.anchor
     trains = anchor.requires_grad
-    needs_anchor = trains and not x.requires_grad
     return torch.ops.gtp.linear(
-        x, bias, handle.token, anchor if needs_anchor else None, dtype, torch.is_grad_enabled(), trains, partial
+        x, bias, handle.token, anchor if trains else None, dtype, torch.is_grad_enabled(), trains, partial
     )
 
 
@@ -288,7 +293,7 @@ def _grouped_backward(grad_y, x, offsets, splits, num_rows, token, anchor, dtype
     grad_x = _none(grad_y)
     if wants_input:
         grad_x = _gathered_for(weight, Kind.BACKWARD, dtype, lambda w: groups.input_grad(grad_y, w, num_rows))
-    if x is not None and _wants_weight_grad(weight):
+    if x is not None and _wants_weight_grad(weight, token):
         weight.runtime.reducer.make_room()
         _reduce(weight, groups.weight_grad(grad_y, x))
     return grad_x, _anchor_grad(anchor, grad_y)
@@ -346,8 +351,8 @@ def grouped_linear(
         return groups.product(x, w if dtype is None else w.to(dtype))
     handle: WeightHandle = state.handles[name]
     x, dtype = groups.cast(x, handle.token.dtype, handle.casts)
-    anchor = handle.anchor if handle.anchor.requires_grad and not x.requires_grad else None
     trains = handle.anchor.requires_grad
+    anchor = handle.anchor if trains else None
     options = dtype, torch.is_grad_enabled(), trains
     return torch.ops.gtp.grouped_linear(x, offsets, splits, handle.token, anchor, *options)
 
@@ -370,7 +375,7 @@ def _embedding_fake(ids, token, anchor, padding_idx, scale_by_freq, grad, trains
 
 def _embedding_backward(grad_y, ids, token, anchor, padding_idx, scale_by_freq, call):
     weight = weight_behind(token)
-    if _wants_weight_grad(weight):
+    if _wants_weight_grad(weight, token):
         weight.runtime.reducer.make_room()
         num_rows = token.shape[0]
         ids, outside, padding_idx = rows_here(ids, num_rows, weight.tp, padding_idx)
@@ -437,7 +442,7 @@ def _gathered_fake(token, anchor, grad, trains):
 
 def _gathered_backward(grad_w, token, anchor, call):
     weight = weight_behind(token)
-    if _wants_weight_grad(weight):
+    if _wants_weight_grad(weight, token):
         # Inductor writes other things into the memory of what it was told is read no more, and the reduction goes on.
         _reduce(weight, grad_w.clone())
     return _anchor_grad(anchor, grad_w)

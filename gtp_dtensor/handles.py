@@ -128,6 +128,12 @@ def weight_behind(token: torch.Tensor) -> ShardedWeight:
     return weight_of(ref(), name)
 
 
+def anchor_of(token: torch.Tensor) -> torch.Tensor:
+    """The anchor beside ``token``."""
+    ref, name = getattr(token, _OWNER)
+    return ref().__dict__[STATE].handles[name].anchor
+
+
 def input_dtypes(module: nn.Module) -> set[torch.dtype]:
     """``functional.input_dtypes`` in code that is being compiled."""
     state: ModuleState = getattr(module, STATE)

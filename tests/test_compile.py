@@ -410,6 +410,26 @@ def test_frozen_and_thawed(mesh, rank, world_size, device):
 
 
 @compiled_ranks
+def test_gradients_of_inputs_alone_leave_weights_alone(mesh, rank, world_size, device):
+    """torch's pipelines do this to learn shapes, on memory that nobody has written."""
+    fresh()
+    pair = twins(lambda: Net(2).to(device), gtp(mesh))
+    compile_blocks(pair[1])
+    x = torch.randn(4, 5, 32, device=device, requires_grad=True)
+    found = []
+    for model in pair:
+        mean_square(model(ids_of(0).to(device))).backward()
+        model.zero_grad()
+        before = stats(model).num_reductions
+        assert before == 8
+        (grad,) = torch.autograd.grad(mean_square(model.layers[1](model.layers[0](x))), [x])
+        found.append(grad)
+        assert stats(model).num_reductions == before
+        assert all(param.grad is None for param in model.parameters())
+    assert torch.equal(*found)
+
+
+@compiled_ranks
 def test_gathered_weights_are_not_saved(mesh, rank, world_size, device):
     fresh()
     model = gtp(mesh)(Net(2).to(device))

@@ -325,7 +325,6 @@ def test_a_dead_rank_takes_the_others_down(cache, tmp_path):
         slow(2, ["--gtp.no_calculate_per_token_loss"], r"calculate_per_token_loss"),
         slow(2, ["--parallelism.fsdp_reshard_after_forward=never"], r"fsdp_reshard_after_forward"),
         slow(2, ["--training.enable_cpu_offload"], r"enable_cpu_offload"),
-        slow(2, ["--compile.enable"], r"compile"),
     ],
     ids=[
         "below_tp",
@@ -341,7 +340,6 @@ def test_a_dead_rank_takes_the_others_down(cache, tmp_path):
         "mean_loss",
         "reshard",
         "offload",
-        "compile",
     ],
 )
 def test_bad_input_is_refused_by_name(cache, tmp_path, num_ranks, options, message):

@@ -9,12 +9,55 @@ import torch
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+_COMPONENTS = ("model", "loss")
+_BACKENDS = ("inductor", "aot_eager", "eager")
+_SPLIT_BACKWARDS = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")  # schedules by torch's names, any case
 
 
 def compiles_model(job_config) -> bool:
     """Whether `[compile]` is on for the model."""
     return job_config.compile.enable and "model" in job_config.compile.components
+
+
+def check_compile(job_config) -> None:
+    """Refuses what `[compile]` cannot do under GTP, or would ignore.
+
+    Raises:
+        ValueError: a component that does not exist.
+        NotImplementedError: a backend or a pipeline schedule that does not work; names what does.
+    """
+    section, parallelism = job_config.compile, job_config.parallelism
+    if not section.enable:
+        return
+    unknown = [name for name in section.components if name not in _COMPONENTS]
+    if unknown or not section.components:
+        raise ValueError(
+            f"compile.components = {section.components} with compile.enable = true: torchtitan compiles nothing for "
+            f"{unknown or 'an empty list'}; name one or both of {', '.join(_COMPONENTS)}, or set compile.enable to false"
+        )
+    if not compiles_model(job_config):
+        return
+    if section.backend not in _BACKENDS:
+        raise NotImplementedError(
+            f"compile.backend = {section.backend!r} is not supported together with gtp; use one of {', '.join(_BACKENDS)}"
+        )
+    if parallelism.pipeline_parallel_degree == 1:
+        return
+    if parallelism.pipeline_parallel_schedule_csv:
+        raise NotImplementedError(
+            "parallelism.pipeline_parallel_schedule_csv with compile.enable = true is not supported together with gtp: "
+            "a compiled backward cannot be split, and a schedule from a file may do so; name '1F1B' or 'Interleaved1F1B' "
+            "as parallelism.pipeline_parallel_schedule, or compile the loss only (compile.components)"
+        )
+    if parallelism.pipeline_parallel_schedule.lower() in _SPLIT_BACKWARDS:
+        raise NotImplementedError(
+            f"parallelism.pipeline_parallel_schedule = {parallelism.pipeline_parallel_schedule!r} with compile.enable = "
+            "true: it splits backwards, which compiled code cannot; use '1F1B' or 'Interleaved1F1B', or compile the loss "
+            "only (compile.components)"
+        )
 
 
 def is_by_operator(ac_config) -> bool:
@@ -27,6 +70,9 @@ def checkpoint_by_operator(model: nn.Module, ac_config, saved: Collection) -> No
     operator of ours, which its own policy does not know. As there, every second linear is saved, and every operator in
     `saved`.
 
+    Of a block with experts torchtitan compiles the parts, and the policy meets what their compiled code calls. The output
+    of a linear is no tensor of the program there: inductor overwrites it in place once it is used. So it is not saved.
+
     Raises:
         ValueError: per_op_sac_force_recompute_mm_shapes_by_fqns names what is no linear.
     """
@@ -34,7 +80,7 @@ def checkpoint_by_operator(model: nn.Module, ac_config, saved: Collection) -> No
         recomputed = _shapes(block, f"layers.{name}", ac_config.per_op_sac_force_recompute_mm_shapes_by_fqns)
         wrapped = checkpoint_wrapper(
             block,
-            context_fn=_contexts(saved, recomputed),
+            context_fn=_contexts(saved, recomputed, saves_linears=not getattr(block, "moe_enabled", False)),
             preserve_rng_state=ac_config.preserve_rng_state,
             determinism_check=ac_config.determinism_check,
             early_stop=ac_config.early_stop,
@@ -44,7 +90,7 @@ def checkpoint_by_operator(model: nn.Module, ac_config, saved: Collection) -> No
 
 
 def _shapes(block: nn.Module, prefix: str, patterns: list[str]) -> set[torch.Size]:
-    """(out, in) of the linears whose names contain one of `patterns`."""
+    """(out, in), of a tensor-parallel rank, of the linears whose names contain one of `patterns`."""
     shapes = set()
     for name, module in block.named_modules():
         if any(pattern in f"{prefix}.{name}" for pattern in patterns):
@@ -53,11 +99,12 @@ def _shapes(block: nn.Module, prefix: str, patterns: list[str]) -> set[torch.Siz
                     f"activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns: {prefix}.{name} is a "
                     f"{type(module).__name__}; name linears"
                 )
-            shapes.add(module.weight.shape)
+            weight = module.weight
+            shapes.add(weight.to_local().shape if isinstance(weight, DTensor) else weight.shape)
     return shapes
 
 
-def _contexts(saved: Collection, recomputed: set[torch.Size]) -> Callable:
+def _contexts(saved: Collection, recomputed: set[torch.Size], saves_linears: bool) -> Callable:
     linears = {torch.ops.gtp.linear.default: 2, torch.ops.aten.mm.default: 1}  # which argument has the weight's shape
 
     def contexts() -> tuple:
@@ -68,6 +115,8 @@ def _contexts(saved: Collection, recomputed: set[torch.Size]) -> Callable:
             is_read = function == torch.ops.aten._to_copy.default and str(kwargs.get("device")) == "cpu"
             if is_read and args[0].device.type != "cpu":
                 return CheckpointPolicy.MUST_SAVE
+            if function == torch.ops.gtp.linear.default and not saves_linears:
+                return CheckpointPolicy.PREFER_RECOMPUTE
             keeps = function in saved
             if function in linears:
                 shape = args[linears[function]].shape

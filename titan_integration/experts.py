@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
+from torchtitan.models.moe import moe as moe_module
 from torchtitan.models.moe.moe import GroupedExperts, MoE
 from torchtitan.models.moe.utils import _permute, _unpermute
 
@@ -34,6 +36,20 @@ def drop_token_counts(model_parts: list[nn.Module]) -> None:
     for model in model_parts:
         for moe in moe_layers(model):
             moe.tokens_per_expert.zero_()
+
+
+@contextmanager
+def other_experts_stay_eager() -> Iterator[None]:
+    """While it is open, torchtitan may compile its function for experts; after, it is what it was.
+
+    torchtitan replaces that function in its module, for every model of the process and for good. Our experts have a
+    forward of their own, and a model that is built later may want it eager.
+    """
+    original = moe_module._run_experts_grouped_mm
+    try:
+        yield
+    finally:
+        moe_module._run_experts_grouped_mm = original
 
 
 def _in_a_loop(module: GroupedExperts, x: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,9 @@ def write_whole_gradients(model_parts: Iterable[nn.Module], dims, folder: str) -
                 continue
             grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             if rank == 0:
-                gradients[name.replace("_checkpoint_wrapped_module.", "")] = grad.cpu()
+                for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod."):  # _orig_mod: torch.compile's
+                    name = name.replace(wrapper, "")
+                gradients[name] = grad.cpu()
     if rank == 0:
         os.makedirs(folder, exist_ok=True)
         torch.save(gradients, os.path.join(folder, f"pp{stage}.pt"))

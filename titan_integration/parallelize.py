@@ -24,6 +24,7 @@ from titan_integration.experts import (
     check_experts,
     exclude_patterns,
     moe_layers,
+    other_experts_stay_eager,
 )
 from titan_integration.families import Family
 from titan_integration.settings import check_gtp_job, gtp_config
@@ -184,6 +185,7 @@ def parallelize(family: Family, model: nn.Module, parallel_dims, job_config) -> 
     parallelize_module(model, parallel_dims.get_mesh("gtp"), gtp_style(model, parallel_dims, job_config))
     if compiles:
         wait_before_blocks(model)
-        family.apply_compile(model, job_config.compile, parallel_dims.ep_enabled)
+        with other_experts_stay_eager():
+            family.apply_compile(model, job_config.compile, parallel_dims.ep_enabled)
     model.draw_logical_weights = True
     return model

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gtp_dtensor.config import GTPConfig
+from titan_integration.compilation import check_compile
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -144,6 +145,7 @@ def check_gtp_job(job_config) -> None:
     for wrong, key, remedy in refused:
         if wrong:
             raise NotImplementedError(f"{key} is not supported together with gtp yet: {remedy}")
+    check_compile(job_config)
 
 
 def describe(parallel_dims, config: GTPConfig | None) -> str:
