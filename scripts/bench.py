@@ -25,6 +25,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -369,7 +370,11 @@ def main() -> None:
     args = parse_args()
     device = start(args)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("gtp",))
-    rows = [row for contestant in args.contestants for row in run(contestant, args, mesh, device)]
+    rows = []
+    for contestant in args.contestants:
+        rows += run(contestant, args, mesh, device)
+        if dist.get_rank() == 0:  # what was measured so far is not lost if the run is stopped
+            print(table(rows[-len(args.tokens) :]), file=sys.stderr, flush=True)
     floor = {row.tokens: row for row in rows if row.contestant == "none"}
     for row in rows:
         base = floor.get(row.tokens)

@@ -228,6 +228,24 @@ def test_whole_model(mesh, rank, world_size, device, backend):
 
 
 @compiled_ranks
+def test_a_compiled_step_breaks_once_where_the_model_begins(mesh, rank, world_size, device):
+    fresh()
+    pair = twins(lambda: Net().to(device), gtp(mesh))
+    step = [lambda ids, model=model: mean_square(model(ids)) for model in pair]
+    step[1] = torch.compile(step[1], backend="aot_eager")
+    for number in range(3):
+        losses = [function(ids_of(number).to(device)) for function in step]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+        for name, ours, theirs in zip(full_gradients(pair[0]), *(full_gradients(model).values() for model in pair)):
+            assert torch.equal(ours, theirs), name
+    assert stats(pair[0]) == stats(pair[1])
+    (reason,) = counters["graph_break"]
+    assert "_enter_root" in reason and counters["graph_break"][reason] == 1
+
+
+@compiled_ranks
 @backends
 def test_linears_alone(mesh, rank, world_size, device, backend):
     """Of different sizes; one of them compiled before it is sharded."""
@@ -427,6 +445,9 @@ def test_gradients_of_inputs_alone_leave_weights_alone(mesh, rank, world_size, d
         assert stats(model).num_reductions == before
         assert all(param.grad is None for param in model.parameters())
     assert torch.equal(*found)
+    weight = next(param for name, param in pair[1].named_parameters() if "layers.1" in name and "up.weight" in name)
+    with pytest.raises(RuntimeError, match="not have been used"):
+        torch.autograd.grad(mean_square(pair[1].layers[1](x)), [weight])
 
 
 @compiled_ranks

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.titan_jobs import TitanJobs
-from tests.titan_runs import SMALL, gradients, metrics, probes
+from tests.titan_runs import SMALL, degrees, gradients, metrics, probes
 from titan_integration import cpu
 
 cpu.install()  # before the first import of torchtitan
@@ -68,20 +68,6 @@ def jobs(tmp_path_factory):
             return server.run(folder, num_ranks, *common, *options, **keywords)
 
         yield run
-
-
-def degrees(tp=1, gtp=1, ep=1, etp=1, egtp=1, cp=1, pp=1, dpr=1):
-    """Options for all axes but dp_shard, which takes the other ranks."""
-    return [
-        f"--parallelism.data_parallel_replicate_degree={dpr}",
-        f"--parallelism.tensor_parallel_degree={tp}",
-        f"--parallelism.expert_parallel_degree={ep}",
-        f"--parallelism.expert_tensor_parallel_degree={etp}",
-        f"--parallelism.context_parallel_degree={cp}",
-        f"--parallelism.pipeline_parallel_degree={pp}",
-        f"--gtp.tensor_parallel_num_weight_shards={tp * gtp}",
-        f"--gtp.expert_tensor_parallel_num_weight_shards={etp * egtp}",
-    ]
 
 
 def slow(*values, id):

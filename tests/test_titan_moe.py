@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests import titan_runs
-from tests.titan_runs import ROOT, SMALL, gradients, metrics, probes, saved, train
+from tests.titan_runs import ROOT, SMALL, degrees, gradients, metrics, probes, saved, train
 from titan_integration import cpu
 
 cpu.install()  # before the first import of torchtitan
@@ -60,20 +60,6 @@ def single(tmp_path_factory):
         return folder, options
 
     return run
-
-
-def degrees(tp=1, gtp=1, ep=1, etp=1, egtp=1, cp=1, pp=1, dpr=1):
-    """Options for all axes but dp_shard, which takes the other ranks."""
-    return [
-        f"--parallelism.data_parallel_replicate_degree={dpr}",
-        f"--parallelism.tensor_parallel_degree={tp}",
-        f"--parallelism.expert_parallel_degree={ep}",
-        f"--parallelism.expert_tensor_parallel_degree={etp}",
-        f"--parallelism.context_parallel_degree={cp}",
-        f"--parallelism.pipeline_parallel_degree={pp}",
-        f"--gtp.tensor_parallel_num_weight_shards={tp * gtp}",
-        f"--gtp.expert_tensor_parallel_num_weight_shards={etp * egtp}",
-    ]
 
 
 def largest_difference(one, other, key):

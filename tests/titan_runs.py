@@ -19,6 +19,20 @@ DEBUG_TOML = ROOT / "train_configs" / "llama3_debug.toml"
 SMALL = ["--training.seq_len=64", "--training.local_batch_size=2", "--training.global_batch_size=8"]
 
 
+def degrees(tp=1, gtp=1, ep=1, etp=1, egtp=1, cp=1, pp=1, dpr=1):
+    """Options for all axes but dp_shard, which takes the other ranks."""
+    return [
+        f"--parallelism.data_parallel_replicate_degree={dpr}",
+        f"--parallelism.tensor_parallel_degree={tp}",
+        f"--parallelism.expert_parallel_degree={ep}",
+        f"--parallelism.expert_tensor_parallel_degree={etp}",
+        f"--parallelism.context_parallel_degree={cp}",
+        f"--parallelism.pipeline_parallel_degree={pp}",
+        f"--gtp.tensor_parallel_num_weight_shards={tp * gtp}",
+        f"--gtp.expert_tensor_parallel_num_weight_shards={etp * egtp}",
+    ]
+
+
 def train(
     folder: Path,
     num_ranks: int,
