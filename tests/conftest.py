@@ -55,3 +55,12 @@ def rank_pool(request: pytest.FixtureRequest):
     pool = RankPool(world_limit=request.config.getoption("--world-limit"))
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def titan_jobs():
+    """The process that forks the ranks of training jobs (``tests.titan_jobs.TitanJobs``)."""
+    from tests.titan_jobs import TitanJobs
+
+    with TitanJobs() as jobs:
+        yield jobs

@@ -124,13 +124,13 @@ def test_saving_and_validating_disturb_nothing(kind, topology, rank, tmp_path):
 
 @ranks(4, timeout=120.0)
 def test_asynchronous_saves_hold_the_weights_of_their_moment(rank, tmp_path):
-    group = dist.new_group()  # the saving thread's own
+    groups = [dist.new_group() for _ in range(2)]  # of each saving thread its own: both may be at work
     saves, moments = [], []
 
     def save(run, step):
         if step < 2:
             moments.append(run.full_state())
-            saves.append(dcp.async_save(run.state(), checkpoint_id=tmp_path / str(step), process_group=group))
+            saves.append(dcp.async_save(run.state(), checkpoint_id=tmp_path / str(step), process_group=groups[step]))
 
     uninterrupted_and(save, "dense", "dpr2_gtp2", torch.bfloat16)
     for step, (saving, expected) in enumerate(zip(saves, moments, strict=True)):

@@ -14,7 +14,7 @@ from tests.titan_runs import DEBUG_TOML, SMALL, gradients, metrics, probes, trai
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
+def cache(titan_jobs, tmp_path_factory):
     """Options that share the trained tokenizer and the tokens between the jobs of this module, and a first job's
     folder."""
     folder = tmp_path_factory.mktemp("titan")
@@ -25,7 +25,7 @@ def cache(tmp_path_factory):
         "--lr_scheduler.warmup_steps=0",
         "--metrics.no_enable_tensorboard",
     ]
-    train(
+    titan_jobs.run(
         folder / "single",
         1,
         *options,
@@ -55,14 +55,14 @@ def largest_difference(one, other, key):
     ],
     ids=["gtp2", "tp2gtp2", "full_recompute", "selective_recompute"],
 )
-def test_losses_and_norms_are_those_of_a_single_process(cache, tmp_path, num_ranks, options):
+def test_losses_and_norms_are_those_of_a_single_process(cache, titan_jobs, tmp_path, num_ranks, options):
     folder, common = cache
-    run = train(tmp_path, num_ranks, *common, *options, "--training.steps=6", "--checkpoint.no_enable")
+    run = titan_jobs.run(tmp_path, num_ranks, *common, *options, "--training.steps=6", "--checkpoint.no_enable")
     mine, single = metrics(tmp_path), metrics(folder / "single")
     assert len(mine) == 6 and largest_difference(mine, single, "loss") < 1e-6
     assert largest_difference(mine, single, "grad_norm") < 1e-6
     assert mine[-1]["loss"] < mine[0]["loss"] - 0.3  # it learns
-    described = re.search(r"GTP.*calculate_per_token_loss=True.*", run.stderr + run.stdout)
+    described = re.search(r"GTP.*calculate_per_token_loss=True.*", run.output)
     assert described and "look_ahead=1" in described.group()
 
 
@@ -113,11 +113,11 @@ def slow(*values):
     ],
     ids=["dps2gtp2", "cp2gtp2", "dpr2gtp2", "cp2gtp2_contiguous", "dpr2tp2gtp2", "dps2cp2gtp2"],
 )
-def test_replicas_beside_gtp_change_nothing(cache, tmp_path, num_ranks, options, num_groups):
+def test_replicas_beside_gtp_change_nothing(cache, titan_jobs, tmp_path, num_ranks, options, num_groups):
     """Losses and norms of four steps of two microbatches, gradients of the first."""
     folder, common = cache
     options = [*common, PROBED, f"--debug.first_gradients_folder={tmp_path}/gradients", *options]
-    train(tmp_path, num_ranks, *options, "--training.steps=4", "--checkpoint.no_enable")
+    titan_jobs.run(tmp_path, num_ranks, *options, "--training.steps=4", "--checkpoint.no_enable")
     mine, single = metrics(tmp_path), metrics(folder / "single")[:4]
     assert largest_difference(mine, single, "loss") < 1e-6 and largest_difference(mine, single, "grad_norm") < 1e-6
     assert_gradients_agree(tmp_path, folder / "single")
@@ -145,15 +145,17 @@ def test_replicas_beside_gtp_change_nothing(cache, tmp_path, num_ranks, options,
     ],
     ids=["interleaved", "1f1b", "zero_bubble", "zero_bubble_v", "interleaved_dps2", "interleaved_tp2"],
 )
-def test_pipelines_with_gtp_continue_a_single_process(cache, tmp_path, num_ranks, options):
+def test_pipelines_with_gtp_continue_a_single_process(cache, titan_jobs, tmp_path, num_ranks, options):
     """From step 3 of one process, its optimizer state included; each wgrad and each reduction once a microbatch."""
     folder, common = cache
     shutil.copytree(folder / "single" / "checkpoint" / "step-3", tmp_path / "checkpoint" / "step-3")
-    run = train(tmp_path, num_ranks, *common, PROBED, *options, "--training.steps=6", "--checkpoint.interval=100")
+    run = titan_jobs.run(
+        tmp_path, num_ranks, *common, PROBED, *options, "--training.steps=6", "--checkpoint.interval=100"
+    )
     mine, single = metrics(tmp_path), metrics(folder / "single")[3:]
     assert [record["step"] for record in mine] == [4, 5, 6]
     assert largest_difference(mine, single, "loss") < 1e-6 and largest_difference(mine, single, "grad_norm") < 1e-6
-    assert "loss:" in run.stdout + run.stderr  # also where the loss is not on rank 0
+    assert "loss:" in run.output  # also where the loss is not on rank 0
     num_microbatches = 3 * 8 // (num_ranks // 2 // (2 if "--parallelism.tensor_parallel_degree=2" in options else 1))
     for rank in probes(tmp_path):
         counted = rank["stats"]
@@ -162,40 +164,40 @@ def test_pipelines_with_gtp_continue_a_single_process(cache, tmp_path, num_ranks
 
 
 @pytest.mark.parametrize("implementation", [slow("fused"), slow("for-loop")])
-def test_optimizers_step_on_any_mix_of_meshes(cache, tmp_path, implementation):
+def test_optimizers_step_on_any_mix_of_meshes(cache, titan_jobs, tmp_path, implementation):
     folder, common = cache
     options = [f"--optimizer.implementation={implementation}", "--parallelism.data_parallel_shard_degree=2"]
-    train(tmp_path, 4, *common, *options, "--training.steps=4", "--checkpoint.no_enable")
+    titan_jobs.run(tmp_path, 4, *common, *options, "--training.steps=4", "--checkpoint.no_enable")
     mine, single = metrics(tmp_path), metrics(folder / "single")[:4]
     assert largest_difference(mine, single, "loss") < 1e-6 and largest_difference(mine, single, "grad_norm") < 1e-6
 
 
-def test_a_step_whose_norm_is_not_finite_is_skipped_by_all_ranks(cache, tmp_path):
+def test_a_step_whose_norm_is_not_finite_is_skipped_by_all_ranks(cache, titan_jobs, tmp_path):
     """One rank's shard of one gradient has a NaN in step 2."""
     folder, common = cache
     options = [*common, PROBED, "--gtp.skip_nonfinite_steps", "--training.steps=4", "--checkpoint.no_enable"]
-    run = train(tmp_path, 2, *options, env={"PROBE_NAN_STEP": "2"})
+    run = titan_jobs.run(tmp_path, 2, *options, env={"PROBE_NAN_STEP": "2"})
     mine, single = metrics(tmp_path), metrics(folder / "single")
     assert [rank["changed"] for rank in probes(tmp_path)] == [[True, False, True, True]] * 2
     assert math.isnan(mine[1]["grad_norm"]) and all(math.isfinite(mine[i]["grad_norm"]) for i in (0, 2, 3))
     assert mine[1]["loss"] == pytest.approx(single[1]["loss"], rel=1e-6)
     assert abs(mine[2]["loss"] - single[2]["loss"]) > 1e-4  # the same batch, without the update of step 2
-    warnings = re.findall(r"Step (\d+) skipped.* (\d+)$", run.stdout + run.stderr, re.MULTILINE)
+    warnings = re.findall(r"Step (\d+) skipped.* (\d+)$", run.output, re.MULTILINE)
     assert warnings == [("2", "1")]
 
 
-def test_a_twofold_learning_rate_shows(cache, tmp_path):
+def test_a_twofold_learning_rate_shows(cache, titan_jobs, tmp_path):
     folder, common = cache
-    train(tmp_path, 2, *common, "--optimizer.lr=4e-3", "--training.steps=3", "--checkpoint.no_enable")
+    titan_jobs.run(tmp_path, 2, *common, "--optimizer.lr=4e-3", "--training.steps=3", "--checkpoint.no_enable")
     assert largest_difference(metrics(tmp_path), metrics(folder / "single")[:3], "loss") > 1e-3
 
 
 @pytest.mark.slow  # tests/test_titan_checkpoint.py has the like without torchrun
-def test_a_checkpoint_resumes_at_another_degree(cache, tmp_path):
+def test_a_checkpoint_resumes_at_another_degree(cache, titan_jobs, tmp_path):
     """Three steps on two ranks, three more on four: the losses and norms of six steps on one."""
     folder, common = cache
-    train(tmp_path, 2, *common, "--training.steps=3", "--checkpoint.interval=3")
-    train(
+    titan_jobs.run(tmp_path, 2, *common, "--training.steps=3", "--checkpoint.interval=3")
+    titan_jobs.run(
         tmp_path,
         4,
         *common,

@@ -76,9 +76,8 @@ class Jobs:
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    with TitanJobs() as server:
-        yield Jobs(server, tmp_path_factory.mktemp("titan_checkpoint"))
+def jobs(titan_jobs, tmp_path_factory):
+    return Jobs(titan_jobs, tmp_path_factory.mktemp("titan_checkpoint"))
 
 
 def losses(folder: Path) -> list[float]:

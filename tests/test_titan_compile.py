@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 
-from tests.titan_jobs import TitanJobs
 from tests.titan_runs import SMALL, degrees, gradients, metrics, probes
 from titan_integration import cpu
 
@@ -46,7 +45,7 @@ WITH_EXPERTS = {BLOCK: 2, NORM: 1, PARTS: 3, LOSS: 1}
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
+def jobs(titan_jobs, tmp_path_factory):
     """`jobs(folder, num_ranks, *options)` runs a job; all share a tokenizer and its tokens."""
     root = tmp_path_factory.mktemp("titan_compile")
     common = [
@@ -58,16 +57,15 @@ def jobs(tmp_path_factory):
         "--metrics.no_enable_tensorboard",
         "--checkpoint.no_enable",
     ]
-    with TitanJobs() as server:
-        names = [f"--model.name={TIED[0]}", f"--model.flavor={TIED[1]}"]  # a small one
-        server.run(root, 1, *common, *names, *degrees(), "--training.steps=1")
-        common += [f"--model.hf_assets_path={root}/checkpoint/tokenizer"]
-        common += ["--experimental.custom_import=tests.titan_compile_probe"]
+    names = [f"--model.name={TIED[0]}", f"--model.flavor={TIED[1]}"]  # a small one
+    titan_jobs.run(root, 1, *common, *names, *degrees(), "--training.steps=1")
+    common += [f"--model.hf_assets_path={root}/checkpoint/tokenizer"]
+    common += ["--experimental.custom_import=tests.titan_compile_probe"]
 
-        def run(folder, num_ranks, *options, **keywords):
-            return server.run(folder, num_ranks, *common, *options, **keywords)
+    def run(folder, num_ranks, *options, **keywords):
+        return titan_jobs.run(folder, num_ranks, *common, *options, **keywords)
 
-        yield run
+    return run
 
 
 def slow(*values, id):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests import titan_runs
-from tests.titan_runs import ROOT, SMALL, degrees, gradients, metrics, probes, saved, train
+from tests.titan_runs import ROOT, SMALL, degrees, gradients, metrics, probes, saved
 from titan_integration import cpu
 
 cpu.install()  # before the first import of torchtitan
@@ -29,7 +29,7 @@ DEEPSEEK = ("deepseek_v3", "gtp_debug", "AdamW")
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory):
+def single(titan_jobs, tmp_path_factory):
     """`single(model, flavor, optimizer)`: folder of a single process's run, and the options that other runs share
     with it. The runs of this module share a tokenizer and its tokens."""
     root = tmp_path_factory.mktemp("titan_moe")
@@ -53,7 +53,9 @@ def single(tmp_path_factory):
         ]
         if done:
             options.append(f"--model.hf_assets_path={next(iter(done.values()))[0]}/checkpoint/tokenizer")
-        train(folder, 1, *options, *degrees(), f"--debug.first_gradients_folder={folder}/gradients", config=TOML)
+        titan_jobs.run(
+            folder, 1, *options, *degrees(), f"--debug.first_gradients_folder={folder}/gradients", config=TOML
+        )
         if not done:
             options.append(f"--model.hf_assets_path={folder}/checkpoint/tokenizer")
         done[model, flavor, optimizer] = folder, options
@@ -114,11 +116,11 @@ def slow(*values, **options):
         slow(4, {"tp": 2, "gtp": 2, "ep": 2}, ("llama4", "gtp_debug", "SGD"), id="llama4_tp2"),
     ],
 )
-def test_experts_train_as_in_a_single_process(single, tmp_path, num_ranks, axes, model):
+def test_experts_train_as_in_a_single_process(single, titan_jobs, tmp_path, num_ranks, axes, model):
     """Losses and norms of all steps, every gradient of the first, and where the balancing has moved the expert bias."""
     reference, options = single(*model)
     options = [*options, *degrees(**axes), "--experimental.custom_import=tests.titan_probe"]
-    train(tmp_path, num_ranks, *options, f"--debug.first_gradients_folder={tmp_path}/gradients", config=TOML)
+    titan_jobs.run(tmp_path, num_ranks, *options, f"--debug.first_gradients_folder={tmp_path}/gradients", config=TOML)
     mine, expected = metrics(tmp_path), metrics(reference)
     assert len(expected) == STEPS and largest_difference(mine, expected, "loss") < 1e-6
     assert largest_difference(mine, expected, "grad_norm") < 1e-6
@@ -134,11 +136,11 @@ def test_experts_train_as_in_a_single_process(single, tmp_path, num_ranks, axes,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"gtp": 4, "ep": 2, "egtp": 2}, {"tp": 2, "gtp": 2}], ids=["ep2egtp2", "tp2"])
-def test_the_grouped_gemm_has_a_bound_of_bfloat16(single, tmp_path, axes):
+def test_the_grouped_gemm_has_a_bound_of_bfloat16(single, titan_jobs, tmp_path, axes):
     """torch's grouped GEMM rounds experts and their gradients to bfloat16: before or after a sum over ranks."""
     reference, common = single("qwen3", "gtp_debug_grouped", "AdamW")
     options = [*common, *degrees(**axes), f"--debug.first_gradients_folder={tmp_path}/gradients"]
-    train(tmp_path, 4, *options, "--checkpoint.no_enable", config=TOML)
+    titan_jobs.run(tmp_path, 4, *options, "--checkpoint.no_enable", config=TOML)
     mine, expected = metrics(tmp_path), metrics(reference)
     assert largest_difference(mine, expected, "loss") < 1e-4
     assert largest_difference(mine, expected, "grad_norm") < 1e-3
@@ -153,16 +155,16 @@ def test_the_grouped_gemm_has_a_bound_of_bfloat16(single, tmp_path, axes):
         slow(["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"], id="op"),
     ],
 )
-def test_experts_are_recomputed(single, tmp_path, options):
+def test_experts_are_recomputed(single, titan_jobs, tmp_path, options):
     reference, common = single(*DEEPSEEK)
-    train(tmp_path, 4, *common, *degrees(gtp=4, ep=2, egtp=2), *options, "--checkpoint.no_enable", config=TOML)
+    titan_jobs.run(tmp_path, 4, *common, *degrees(gtp=4, ep=2, egtp=2), *options, "--checkpoint.no_enable", config=TOML)
     mine, expected = metrics(tmp_path), metrics(reference)
     assert largest_difference(mine, expected, "loss") < 1e-6
     assert largest_difference(mine, expected, "grad_norm") < 1e-6
 
 
 @pytest.mark.slow
-def test_a_pipeline_with_experts_in_some_stages(single, tmp_path):
+def test_a_pipeline_with_experts_in_some_stages(single, titan_jobs, tmp_path):
     """Interleaved: the first stage has no experts. It starts from a checkpoint of one process."""
     reference, common = single(*DEEPSEEK)
     axes = degrees(gtp=2, pp=2, ep=2)
@@ -171,9 +173,11 @@ def test_a_pipeline_with_experts_in_some_stages(single, tmp_path):
         "--gtp.exclude",
         "layers.1.attention.wkv_a.*",
     ]
-    train(tmp_path / "seed", 1, *common, *degrees(), "--training.steps=2", "--checkpoint.interval=2", config=TOML)
+    titan_jobs.run(
+        tmp_path / "seed", 1, *common, *degrees(), "--training.steps=2", "--checkpoint.interval=2", config=TOML
+    )
     shutil.copytree(tmp_path / "seed" / "checkpoint" / "step-2", tmp_path / "pp" / "checkpoint" / "step-2")
-    train(tmp_path / "pp", 4, *common, *axes, *schedule, config=TOML)
+    titan_jobs.run(tmp_path / "pp", 4, *common, *axes, *schedule, config=TOML)
     mine, expected = metrics(tmp_path / "pp"), metrics(reference)[2:]
     assert [record["step"] for record in mine] == [3, 4]
     assert largest_difference(mine, expected, "loss") < 1e-6
@@ -184,12 +188,12 @@ def test_a_pipeline_with_experts_in_some_stages(single, tmp_path):
 
 
 @pytest.mark.slow
-def test_experts_resume_on_another_grid(single, tmp_path):
+def test_experts_resume_on_another_grid(single, titan_jobs, tmp_path):
     """Two steps with EP 2 and EGTP 2, two more with EP borrowed from TP: four steps of one process."""
     reference, common = single(*DEEPSEEK)
     first = [*degrees(gtp=4, ep=2, egtp=2), "--training.steps=2", "--checkpoint.interval=2"]
-    train(tmp_path, 4, *common, *first, config=TOML)
-    train(tmp_path, 4, *common, *degrees(tp=2, gtp=2, ep=4), config=TOML)
+    titan_jobs.run(tmp_path, 4, *common, *first, config=TOML)
+    titan_jobs.run(tmp_path, 4, *common, *degrees(tp=2, gtp=2, ep=4), config=TOML)
     mine, expected = metrics(tmp_path), metrics(reference)
     assert [record["step"] for record in mine] == [1, 2, 3, 4]
     assert largest_difference(mine, expected, "loss") < 1e-6
@@ -198,10 +202,12 @@ def test_experts_resume_on_another_grid(single, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"gtp": 2}, {"tp": 2, "gtp": 2}], ids=["gtp2", "tp2gtp2"])
-def test_tied_embeddings_of_a_qwen3(single, tmp_path, axes):
+def test_tied_embeddings_of_a_qwen3(single, titan_jobs, tmp_path, axes):
     reference, common = single("qwen3", "gtp_debug_tied", "AdamW")
     folder = f"--debug.first_gradients_folder={tmp_path}/gradients"
-    train(tmp_path, 2 * axes.get("tp", 1), *common, *degrees(**axes), folder, "--checkpoint.no_enable", config=TOML)
+    titan_jobs.run(
+        tmp_path, 2 * axes.get("tp", 1), *common, *degrees(**axes), folder, "--checkpoint.no_enable", config=TOML
+    )
     mine, expected = metrics(tmp_path), metrics(reference)
     assert largest_difference(mine, expected, "loss") < 1e-6
     assert largest_difference(mine, expected, "grad_norm") < 1e-6
@@ -209,12 +215,12 @@ def test_tied_embeddings_of_a_qwen3(single, tmp_path, axes):
 
 
 @pytest.mark.slow
-def test_a_skipped_step_forgets_its_tokens(single, tmp_path):
+def test_a_skipped_step_forgets_its_tokens(single, titan_jobs, tmp_path):
     """One rank's gradient has a NaN in step 2: the bias is that of a run that never saw its batch in the balancing."""
     _, common = single(*DEEPSEEK)
     options = [*common, *degrees(gtp=4, ep=2), "--experimental.custom_import=tests.titan_probe"]
     options += ["--gtp.skip_nonfinite_steps", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0"]
-    train(tmp_path, 4, *options, config=TOML, env={"PROBE_NAN_STEP": "2"})
+    titan_jobs.run(tmp_path, 4, *options, config=TOML, env={"PROBE_NAN_STEP": "2"})
     assert [rank["changed"] for rank in probes(tmp_path)] == [[True, False, True, True]] * 4
     names = ("layers.1.moe.expert_bias", "layers.2.moe.expert_bias")
     history = [saved(tmp_path, step, {name: torch.zeros(8) for name in names}) for step in range(1, STEPS + 1)]
@@ -224,7 +230,7 @@ def test_a_skipped_step_forgets_its_tokens(single, tmp_path):
 
 
 @pytest.mark.slow
-def test_off_is_torchtitan_bit_for_bit(single, tmp_path):
+def test_off_is_torchtitan_bit_for_bit(single, titan_jobs, tmp_path):
     """Parameters, buffers, random state, state dict and losses equal those of untouched torchtitan."""
     _, common = single(*DEEPSEEK)
     results = []
