@@ -95,6 +95,7 @@ class GTPStats:
             the axis of copies.
         num_small_reductions: coalesced reductions of the gradients of parameters that stay whole.
         num_refreshes: compute shards rewritten.
+        num_quantizations: of them, those that were quantized.
         gather_bytes: payload gathered.
         reduce_bytes: payload reduced (sharded weights).
         live_lease_bytes: gathered weights in memory now.
@@ -114,6 +115,7 @@ class GTPStats:
     num_replica_reductions: int = 0
     num_small_reductions: int = 0
     num_refreshes: int = 0
+    num_quantizations: int = 0
     gather_bytes: int = 0
     reduce_bytes: int = 0
     live_lease_bytes: int = 0

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-WIRE_FORMATS = ("bf16", "fp8", "mxfp8", "nvfp4", "auto")
+from .wire import QUANTIZED
+
+WIRE_FORMATS = ("bf16", *QUANTIZED, "auto")
 TRANSPORTS = ("auto", "collective", "symmetric")
-# Formats and transports that this release can serve. The others are named in the public surface and are refused
-# at set-up rather than replaced silently.
-_SERVED_WIRE_FORMATS = ("bf16", "auto")
+# Transports that this release can serve. The others are named in the public surface and are refused at set-up rather than
+# replaced silently.
 _SERVED_TRANSPORTS = ("auto", "collective")
 
 
@@ -33,8 +34,11 @@ class GTPConfig:
         graph_wgrad_ring_size: how many unsharded weight gradients may be in flight at once, so it bounds the
             memory that asynchronous reductions hold; CUDA graphs will allocate this many persistent slots.
         look_ahead: how many uses before its own use a gather is issued.
-        wire_format: how a shard travels. "auto": the format that the weight's tensor type stores, else "bf16", which
-            stands for "as it is, in ``param_dtype``".
+        wire_format: how a shard travels: "bf16" ("as it is, in ``param_dtype``"), or quantized once an optimizer step
+            and dequantized where it is used: "fp8" (e4m3, one scale for a matrix), "fp8_rowwise" (for a row), "fp8_block"
+            (for 128 x 128), "mxfp8" (for 32), "nvfp4" (e2m1, for 16). Needs torchao. Embeddings and modules called
+            ``output`` or ``lm_head`` travel as they are; see ``wire_format_overrides`` of :class:`~gtp_dtensor.GTPStyle`.
+            "auto": what the module's own GEMM reads.
         param_dtype: the dtype that is gathered and computed in. None: the parameter's own.
         reduce_dtype: the dtype that gradients are reduced in. None: the parameter's own.
         transport: how bytes move: process-group collectives, or symmetric memory.
@@ -59,10 +63,6 @@ class GTPConfig:
     def __post_init__(self) -> None:
         if self.wire_format not in WIRE_FORMATS:
             raise ValueError(f"GTPConfig.wire_format={self.wire_format!r}: choose one of {', '.join(WIRE_FORMATS)}")
-        if self.wire_format not in _SERVED_WIRE_FORMATS:
-            raise NotImplementedError(
-                f"GTPConfig.wire_format={self.wire_format!r} is not served by this release; use 'bf16' or 'auto'"
-            )
         if self.transport not in TRANSPORTS:
             raise ValueError(f"GTPConfig.transport={self.transport!r}: choose one of {', '.join(TRANSPORTS)}")
         if self.transport not in _SERVED_TRANSPORTS:

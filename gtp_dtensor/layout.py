@@ -22,8 +22,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 class RowCut:
     """How one dim of a tensor is cut over a mesh axis, and padded in communication buffers.
 
-    ``chunk`` rows a rank is DTensor's own rule (the last ranks hold fewer, or none). In a buffer every rank's part
-    is ``padded`` rows long, a multiple of the alignment, so that all ranks send the same number of bytes. A *row* is an
+    ``chunk`` rows a rank is DTensor's own rule (the last ranks hold fewer, or none); with a ``block`` it is the next
+    multiple of that. In a buffer every rank's part is ``padded`` rows long, a multiple of the alignment, so that all ranks send the same number of bytes. A *row* is an
     index of ``dim``: of dim 0 for most weights, of dim 1 where every expert of a stack is cut.
     """
 
@@ -31,10 +31,12 @@ class RowCut:
     axis_size: int
     alignment: int = 1
     dim: int = 0
+    block: int = 1
 
     @cached_property
     def chunk(self) -> int:
-        return -(-self.num_rows // self.axis_size)
+        num_blocks = -(-self.num_rows // self.block)
+        return -(-num_blocks // self.axis_size) * self.block
 
     @cached_property
     def padded(self) -> int:
@@ -323,12 +325,14 @@ class WeightLayout:
         cut: of that, over the gtp axis.
         replica_cut: of this rank's part of that, over the optimizer shard axis; None where there is none.
         tp: the model-parallel layout; None for plain tensors.
+        is_stack: whether it is one matrix for each expert.
     """
 
     tp_local_shape: torch.Size
     cut: RowCut
     replica_cut: RowCut | None
     tp: TPLayout | None
+    is_stack: bool = False
 
     def stored_part(self, tp_local: torch.Tensor, gtp_rank: int, replica_rank: int) -> torch.Tensor:
         """What a rank stores of the TP-local weight: a view."""
@@ -365,4 +369,4 @@ def weight_layout(
         shard_shape = cut.resized(tp_local_shape, cut.rows_of(rank)[1])
         # An axis inside one that cuts dim 1 cuts it further, so that the order of cuts is that of the placements.
         replica_cut = cut_of(shard_shape, num_replicas, 1, cut.dim)
-    return WeightLayout(tp_local_shape, cut, replica_cut, tp)
+    return WeightLayout(tp_local_shape, cut, replica_cut, tp, is_stack)

@@ -67,7 +67,7 @@ def _copy_member(member: Member, memo: dict) -> Member:
 def _like(member: Member, param: nn.Parameter, runtime: Runtime) -> Member:
     """A new member of the same layout for ``param``, adopted by ``runtime``."""
     if isinstance(member, ShardedWeight):
-        twin = ShardedWeight(runtime, 0, member.fqn, param, member.layout)
+        twin = ShardedWeight(runtime, 0, member.fqn, param, member.layout, member.wire)
     else:
         twin = SmallParam(runtime, 0, member.fqn, param, member.tp)
     runtime.adopt(twin)

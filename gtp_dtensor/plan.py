@@ -18,6 +18,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 from .layout import TPLayout, axis_name, tp_layout
 from .members import STATE, state_members
 from .runtime import SUCCESSOR
+from .wire import WireFormat
+from .wires import choose_wires
 
 if TYPE_CHECKING:
     from .style import GTPStyle
@@ -59,6 +61,8 @@ class Plan:
         self.sharded = self._choose(style)
         self.tp: dict[int, TPLayout | None] = {}
         self.tp_mesh: DeviceMesh | None = None
+        self.wires: dict[int, WireFormat] = {}
+        self.small_for_wire: list[str] = []
 
     @staticmethod
     def _served_modules(style: GTPStyle, root: nn.Module) -> dict[str, nn.Module]:
@@ -128,6 +132,7 @@ class Plan:
             self._check_tie(param)
         self._find_tp_mesh()
         self._check_experts()
+        self.wires, self.small_for_wire = choose_wires(self)
 
     def _check_experts(self) -> None:
         """What expert parallelism and forwards of one's own need."""

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .config import GTPConfig
 from .domain import Domain
 from .modes import in_backward, plain_ops
+from .quantized import refresh_quantized
 from .reduce import Reducer
 from .schedule import IN_BACKWARD, Kind, Schedule, Use, block_distance, is_out_of_reach
 from .small import SmallParam
@@ -296,7 +297,10 @@ class Runtime:
             lease.prefetched = False
         else:
             lease, weight.next_lease = weight.next_lease, None
-        if lease is not None and lease.generation != weight.generation:
+        if lease is None:
+            return None
+        is_other_view = weight.quantized is not None and lease.view is not weight.quantized.view_of(kind)
+        if lease.generation != weight.generation or is_other_view:
             lease.end()
             return None
         return lease
@@ -346,6 +350,9 @@ class Runtime:
         replicas, then a gather for each over that axis, awaited when the weight is used."""
         with plain_ops():
             stale = [weight for weight in self.live_weights() if weight.compute_shard is None]
+            quantized = [weight for weight in stale if weight.quantized is not None]
+            if quantized:
+                refresh_quantized(quantized)
             pairs = [pair for pair in (weight.refresh() for weight in stale) if pair is not None]
             if pairs:
                 torch._foreach_copy_([dst for dst, _ in pairs], [src for _, src in pairs])
@@ -395,6 +402,9 @@ class Runtime:
                 self.drop(weight.next_lease)
 
     def _has_room_to_keep(self, weight: ShardedWeight) -> bool:
+        quantized = weight.quantized
+        if quantized is not None and quantized.view_of(_RECOMPUTE) is not quantized.view_of(_BACKWARD):
+            return False
         if weight.kept_lease is not None or weight.gathered_bytes == 0:
             return weight.kept_lease is None
         root = self.root_state()

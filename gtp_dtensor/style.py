@@ -7,6 +7,7 @@ import inspect
 import logging
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -81,6 +82,8 @@ class GTPStyle(ParallelStyle):
         forwards: by class, a function ``(module, *args, **kwargs)`` that computes what modules of exactly that class do
             and uses :func:`~gtp_dtensor.grouped_linear` for its weights, which are then gathered for that use only. The
             weights of other modules that the library does not know stay gathered until their backward.
+        wire_format_overrides: FQN patterns of weights, each with the format that they travel in instead of
+            ``config.wire_format``; the first that matches holds.
 
     Raises (when applied):
         ValueError: a mesh that is not 1-D, a pattern that matches nothing, a parameter that is sharded already or lies
@@ -99,6 +102,7 @@ class GTPStyle(ParallelStyle):
         is_expert: bool = False,
         num_data_ranks: int | None = None,
         forwards: Mapping[type[nn.Module], Forward] | None = None,
+        wire_format_overrides: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         if config is not None and not isinstance(config, GTPConfig):
@@ -118,6 +122,7 @@ class GTPStyle(ParallelStyle):
         self.is_expert = is_expert
         self.num_data_ranks = num_data_ranks
         self.forwards = dict(forwards or {})
+        self.wire_format_overrides = dict(wire_format_overrides or {})
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Called by ``parallelize_module``."""
@@ -246,7 +251,8 @@ class _Application:
         rows = layout.stored_part(tp_local, transport.rank, 0 if replicas is None else replicas.rank)
         cuts = [Shard(cut.dim) for cut in (layout.cut, layout.replica_cut) if cut is not None]
         rows = rows.clone(memory_format=torch.contiguous_format)
-        return ShardedWeight(self.runtime, 0, fqn, self._parameter(param, rows, tp, cuts), layout)
+        wire = self.plan.wires.get(id(param))
+        return ShardedWeight(self.runtime, 0, fqn, self._parameter(param, rows, tp, cuts), layout, wire)
 
     def _source_values(self, tp_local: torch.Tensor) -> torch.Tensor:
         """The values of the source rank of the data axes, so that the shards are parts of one logical weight."""
@@ -288,6 +294,13 @@ class _Application:
                 len(self.members) - len(weights),
                 f"; what {', '.join(sorted(self.general))} save for backward stays gathered" if self.general else "",
             )
+            formats = Counter(w.wire.name for w in weights if w.wire is not None)
+            if formats:
+                counts = ", ".join(f"{number} as {name}" for name, number in formats.items())
+                logger.info("GTP: weights that travel quantized: %s", counts)
+            if self.plan.small_for_wire:
+                few = ", ".join(self.plan.small_for_wire)
+                logger.info("GTP: smaller than a block of their wire format, so they travel as they are: %s", few)
             for mesh in self.expert_storages:
                 if mesh.size() != self.storage.size():
                     self._warn_of_other_ranks(mesh)

@@ -34,8 +34,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from .layout import WeightLayout
 from .modes import own_ops
+from .quantized import QuantizedShard
 from .schedule import Kind
 from .transport import Transfer
+from .wire import Parts, View, WireFormat
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -68,6 +70,7 @@ class WeightCounters:
     num_on_demand_gathers: int = 0
     num_reductions: int = 0
     num_replica_reductions: int = 0
+    num_quantizations: int = 0
     gather_bytes: int = 0
     reduce_bytes: int = 0
 
@@ -85,6 +88,7 @@ class Lease:
         "generation",
         "prefetched",
         "num_bytes",
+        "view",
         "state",
         "_buffer",
         "_transfer",
@@ -92,15 +96,22 @@ class Lease:
     )
 
     def __init__(
-        self, weight: ShardedWeight, kind: Kind, buffer: torch.Tensor, transfer: Transfer, prefetched: bool
+        self,
+        weight: ShardedWeight,
+        kind: Kind,
+        buffer: torch.Tensor | Parts,
+        transfer: Transfer,
+        prefetched: bool,
+        view: View | None = None,
     ) -> None:
         self.weight = weight
         self.kind = kind  # of the use that it was gathered for
         self.generation = weight.generation
         self.prefetched = prefetched
         self.num_bytes = weight.gathered_bytes
+        self.view = view  # which quantization of the weight it is; None where it is not quantized
         self.state = _IN_FLIGHT
-        self._buffer: torch.Tensor | None = buffer
+        self._buffer: torch.Tensor | Parts | None = buffer
         self._transfer = transfer
         weight.runtime.account_lease(self.num_bytes)
 
@@ -122,6 +133,8 @@ class Lease:
         weight = self.weight
         if self.state is not _READY:
             raise RuntimeError(f"{weight.fqn}: read of a gathered weight that is '{self.state.value}'")
+        if weight.quantized is not None:
+            return weight.quantized.read(self.view, self._buffer, weight)
         return self._buffer if weight.is_buffer_exact else weight.cut.unpack(self._buffer)
 
     def read(self) -> torch.Tensor:
@@ -132,7 +145,7 @@ class Lease:
     def hand_over(self) -> torch.Tensor:
         """READY -> ENDED. What :meth:`read_local` gives, the caller's to keep: memory of nobody else's."""
         local = self.read_local()
-        if self.weight.runtime.transport.size == 1:
+        if self.weight.runtime.transport.size == 1 and self.weight.quantized is None:
             local = local.clone()  # not the compute shard itself
         self._buffer = None
         self.end()
@@ -148,7 +161,7 @@ class Lease:
     def __del__(self) -> None:
         # A lease of the general path is held by the graph node that saved the gathered tensor, and ends with it. One in
         # flight dies with its model: a GPU's stream has to be told; a CPU's collective holds its own tensors.
-        if self._buffer is not None and (self.state is _READY or self._buffer.is_cuda):
+        if self._buffer is not None and (self.state is _READY or self.weight.runtime.domain.device.type == "cuda"):
             self.end()
 
 
@@ -159,7 +172,15 @@ class ShardedWeight:
     up again at each use, since ``load_state_dict(assign=True)`` or ``to_empty`` replace it.
     """
 
-    def __init__(self, runtime: Runtime, index: int, fqn: str, param: nn.Parameter, layout: WeightLayout) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        index: int,
+        fqn: str,
+        param: nn.Parameter,
+        layout: WeightLayout,
+        wire: WireFormat | None = None,
+    ) -> None:
         self.runtime = runtime
         self.index = index
         self.fqn = fqn
@@ -178,6 +199,9 @@ class ShardedWeight:
         self.buffer_shape = cut.resized(self.tp_local_shape, cut.buffer_rows)
         self.send_shape = cut.resized(self.tp_local_shape, cut.padded)
         self.num_buffer_elements = self.buffer_shape.numel()
+        alignment = runtime.config.pad_for_alignment or 1
+        self.wire = wire
+        self.quantized = None if wire is None else QuantizedShard(self, wire, alignment)
         self.is_buffer_exact = self.buffer_shape == self.tp_local_shape
         self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
         self.counters = WeightCounters()
@@ -209,11 +233,15 @@ class ShardedWeight:
 
     def _count_gathered_bytes(self) -> int:
         """Of a gathered weight, beyond its compute shard."""
+        if self.quantized is not None and self.runtime.transport.size > 1:
+            return max(self.quantized.num_bytes(view) for view in self.quantized.wire.views)
         return 0 if self.runtime.transport.size == 1 else self.num_buffer_elements * self.compute_dtype.itemsize
 
     @property
     def wire_name(self) -> str:
         """How it travels, for people."""
+        if self.quantized is not None:
+            return self.quantized.wire.name
         return {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}.get(
             self.compute_dtype, str(self.compute_dtype).removeprefix("torch.")
         )
@@ -282,18 +310,21 @@ class ShardedWeight:
 
     def distrust_copy(self) -> None:
         """The shard may have been written without a trace."""
-        if self.compute_shard is self._copy:
+        if self.quantized is not None or self.compute_shard is self._copy:
             self.compute_shard = None
 
     @property
     def is_copied(self) -> bool:
         """Whether the compute shard is not the parameter's own memory."""
-        return self._copy is not None
+        return self._copy is not None or self.quantized is not None
 
     def refresh(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Set :attr:`compute_shard`. Returns the (destination, source) that the caller has to copy, or None where
         nothing has to be; :meth:`collect_pieces` follows."""
         local = self.param._local_tensor
+        if self.quantized is not None:  # made anew by refresh_quantized()
+            self.compute_shard = local
+            return None
         dtype = self.compute_dtype
         is_whole = self.replica_cut is None
         if is_whole and local.dtype == dtype and local.shape == self.send_shape and local.is_contiguous():
@@ -320,7 +351,7 @@ class ShardedWeight:
     def collect_pieces(self) -> None:
         """Start gathering the replicas' pieces into the compute shard."""
         piece, self._piece = self._piece, None
-        if self.num_local_rows == 0:  # of all replicas of this rank alike
+        if self.quantized is not None or self.num_local_rows == 0:  # of all replicas of this rank alike
             return
         cut = self.replica_cut
         if cut.buffer_rows == cut.num_rows:
@@ -360,6 +391,8 @@ class ShardedWeight:
 
     def gather(self, kind: Kind, prefetched: bool) -> Lease:
         """Issue a gather of the (fresh) compute shard."""
+        if self.quantized is not None:
+            return self._gather_quantized(kind, prefetched)
         with own_ops(self.fqn, "gather", kind):
             self._await_pieces()
             shard, transport = self.compute_shard, self.runtime.transport
@@ -370,6 +403,14 @@ class ShardedWeight:
                 transfer = transport.all_gather(buffer, shard, self.cut.dim)
         self.counters.gather_bytes += self.gathered_bytes
         return Lease(self, kind, buffer, transfer, prefetched)
+
+    def _gather_quantized(self, kind: Kind, prefetched: bool) -> Lease:
+        view = self.quantized.view_of(kind)
+        with own_ops(self.fqn, "gather", kind):
+            buffers, transfer = self.quantized.gather(self, view)
+        if self.gathered_bytes:
+            self.counters.gather_bytes += self.quantized.num_bytes(view)
+        return Lease(self, kind, buffers, transfer, prefetched, view)
 
 
 def role_of(fqn: str) -> str:

@@ -17,9 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from ..layout import RowCut
 
 # torch 2.13 has both names of each; the first one is all that torch 2.11 has.
 _GATHER = "_allgather_base" if hasattr(dist.ProcessGroup, "_allgather_base") else "all_gather_single"
@@ -137,6 +141,31 @@ class CollectiveTransport:
         work = self.gather_group.allgather_into_tensor_coalesced(list(buffer.unbind()), list(shard.unbind()))
         return Transfer(work, self._home(), (buffer, shard))
 
+    def all_gather_parts(
+        self, buffers: tuple[torch.Tensor, ...], parts: tuple[torch.Tensor, ...], dim: int
+    ) -> Transfer:
+        """:meth:`all_gather` of several tensors, as one coalesced collective."""
+        if len(parts) == 1:
+            return self.all_gather(buffers[0], parts[0], dim)
+        outs, ins = list(buffers), list(parts)
+        if dim:
+            outs, ins = ([piece for tensor in tensors for piece in tensor.unbind()] for tensors in (outs, ins))
+        work = self.gather_group.allgather_into_tensor_coalesced(outs, ins)
+        return Transfer(work, self._home(), (*buffers, *parts))
+
+    def move_rows(self, rows: torch.Tensor, have: RowCut, want: RowCut) -> torch.Tensor:
+        """This rank's rows of one cut, from those that ranks have of another cut of the same rows; contiguous, ordered on
+        the current stream."""
+        if self.size == 1 or have.chunk == want.chunk:
+            return rows.contiguous()
+        dim, rank = have.dim, self.rank
+        rows = rows.movedim(dim, 0).contiguous()
+        sent = [_num_common(have.rows_of(rank), want.rows_of(peer)) for peer in range(self.size)]
+        received = [_num_common(have.rows_of(peer), want.rows_of(rank)) for peer in range(self.size)]
+        moved = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(moved, rows, received, sent, group=self.reduce_group)
+        return moved.movedim(0, dim).contiguous()
+
     def reduce_scatter(self, out: torch.Tensor, buffer: torch.Tensor, fp32_sum: bool = False, dim: int = 0) -> Transfer:
         """Start summing ``buffer`` over the axis; this rank's rows, 1/size of those along ``dim``, arrive in ``out``.
 
@@ -172,6 +201,11 @@ class CollectiveTransport:
             return
         dist.all_reduce(buffer, group=self.reduce_group)
 
+    def all_reduce_max(self, buffer: torch.Tensor) -> None:
+        """The largest of the axis, in place, ordered on the current stream."""
+        if self.size > 1:
+            dist.all_reduce(buffer, dist.ReduceOp.MAX, group=self.reduce_group)
+
     def start_all_reduce(self, buffer: torch.Tensor) -> Transfer:
         """Start summing ``buffer`` in place over the axis."""
         return Transfer(dist.all_reduce(buffer, group=self.reduce_group, async_op=True), self._home(), (buffer,))
@@ -185,6 +219,11 @@ class CollectiveTransport:
     def process_groups(self) -> list[dist.ProcessGroup]:
         """The communicators in use, so that an integration can set their time-outs."""
         return list(dict.fromkeys([self.gather_group, self.reduce_group]))
+
+
+def _num_common(one: tuple[int, int], other: tuple[int, int]) -> int:
+    """How many rows are in both of two (first row, number of rows)."""
+    return max(0, min(sum(one), sum(other)) - max(one[0], other[0]))
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:

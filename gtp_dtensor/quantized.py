@@ -1,0 +1,284 @@
+"""The compute shard of a weight that travels quantized, and how all of a model are made anew after an optimizer step.
+
+[Note: quantization once a step]
+    All stale weights together: the largest absolute values of what each rank stores go into one table, whose entries are
+    the whole weights' after one max-reduction over each axis that cuts them. Rows move to the rank that quantizes them
+    (float32, only where DTensor's cut splits a block or differs from ours), and each rank quantizes its own: from the
+    parameter itself, so bit for bit as the whole weight would be. Microbatches only gather.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard
+
+from .layout import RowCut
+from .modes import own_ops
+from .schedule import Kind
+from .transport import CollectiveTransport, Transfer
+from .wire import Amax, Parts, View, WireFormat
+
+if TYPE_CHECKING:
+    from .weight import ShardedWeight
+
+_AMAX_DIM = {Amax.MATRIX: (-2, -1), Amax.COLUMN: (-2,), Amax.ROW: (-1,)}
+
+
+def matrices(shape: torch.Size, is_stack: bool) -> torch.Size:
+    """(out, in), or (experts, out, in): the matrices that a weight of ``shape`` is; see [Note: matrices]."""
+    num_leading = 2 if is_stack else 1
+    return torch.Size((*shape[:num_leading], math.prod(shape[num_leading:])))
+
+
+class QuantizedShard:
+    """This rank's rows, quantized: parts of each view, with the same addresses from step to step.
+
+    Attributes:
+        shape: of the TP-local weight, as matrices.
+        cut: the rows that each rank quantizes and sends: whole blocks of them.
+    """
+
+    def __init__(self, weight: ShardedWeight, wire: WireFormat, alignment: int) -> None:
+        self.wire = wire
+        self.shape = matrices(weight.tp_local_shape, weight.layout.is_stack)
+        self._row_dim = len(self.shape) - 2
+        cut = weight.cut
+        block = wire.row_block if cut.dim == self._row_dim else 1
+        self.cut = RowCut(cut.num_rows, cut.axis_size, 1, cut.dim, math.lcm(block, alignment))
+        self._send_shape = cut.resized(self.shape, self.cut.chunk)
+        self._num_rows = self._whole_blocks(cut.num_rows)
+        self._buffer_shape = cut.resized(self.shape, self.cut.buffer_rows)
+        self.parts: dict[View, Parts] = {}
+        self.amax: dict[Amax, torch.Tensor] = {}  # of the whole weight
+        self._slots: dict[Amax, torch.Tensor] = {}
+        self._first_row = weight.runtime.transport.rank * self.cut.chunk
+        # A rank knows the largest value of a whole row, unless tensor parallelism cuts columns.
+        placements = () if weight.tp is None else weight.tp.placements
+        num_dims = len(weight.tp_local_shape)
+        dims = [p.dim % num_dims if type(p) is Shard else None for p in placements]
+        cut_rows = [axis for axis, dim in enumerate(dims) if dim == self._row_dim]
+        cut_columns = [axis for axis, dim in enumerate(dims) if dim is not None and dim > self._row_dim]
+        self._knows_rows = not cut_columns
+        # Model-parallel axes over which an entry is the same; other ranks' experts have entries of their own.
+        axes = {Amax.MATRIX: sorted(cut_rows + cut_columns), Amax.COLUMN: cut_rows, Amax.ROW: cut_columns}
+        self.groups = {amax: tuple(weight.tp.mesh.get_group(axis) for axis in of) for amax, of in axes.items()}
+
+    def _whole_blocks(self, num_rows: int) -> int:
+        return -(-num_rows // self.wire.row_block) * self.wire.row_block if self.cut.dim == self._row_dim else num_rows
+
+    # ---- sizes
+
+    def view_of(self, kind: Kind) -> View:
+        return self.wire.view_of(kind)
+
+    def num_bytes(self, view: View) -> int:
+        """Of a gathered view."""
+        return sum(shape.numel() for shape in self.wire.part_shapes(view, self._buffer_shape))
+
+    # ---- once a step
+
+    def slot_shapes(self) -> dict[Amax, torch.Size]:
+        """What this weight asks of the table: entries of the whole TP-local weight."""
+        leading, (num_rows, num_columns) = self.shape[:-2], self.shape[-2:]
+        shapes = {Amax.MATRIX: (1, 1), Amax.COLUMN: (1, num_columns), Amax.ROW: (num_rows, 1)}
+        wanted = [amax for amax in self.wire.amaxes if amax is not Amax.ROW or not self._knows_rows]
+        return {amax: torch.Size((*leading, *shapes[amax])) for amax in wanted}
+
+    def fill_slots(self, slots: dict[Amax, torch.Tensor], weight: ShardedWeight) -> None:
+        """Enter what this rank stores into its ``slots``, zeros so far."""
+        self._slots = slots
+        rows = self._stored(weight)
+        if rows.numel() == 0:
+            return
+        magnitudes = rows.abs()
+        for amax, slot in slots.items():
+            for dim, first in self._place(weight).items():
+                if slot.shape[dim] > 1:
+                    slot = slot.narrow(dim, first, rows.shape[dim])
+            slot.copy_(magnitudes.amax(_AMAX_DIM[amax], keepdim=True))
+
+    def _stored(self, weight: ShardedWeight) -> torch.Tensor:
+        """The parameter's local tensor as matrices, in float32."""
+        local = weight.param._local_tensor.detach()
+        return local.reshape(matrices(local.shape, weight.layout.is_stack)).float()
+
+    def _place(self, weight: ShardedWeight) -> dict[int, int]:
+        """The first index, along each dim that is cut, of what this rank stores."""
+        transport, replicas = weight.runtime.transport, weight.runtime.domain.shard_transport
+        place = {weight.cut.dim: weight.cut.rows_of(transport.rank)[0]}
+        if weight.replica_cut is not None:
+            dim, first = weight.replica_cut.dim, weight.replica_cut.rows_of(replicas.rank)[0]
+            place[dim] = place.get(dim, 0) + first
+        return place
+
+    def quantize(self, weight: ShardedWeight) -> None:
+        """Rewrite the parts; the slots hold what is known of the whole weight by now."""
+        self.amax, self._slots = self._slots, {}
+        runtime, cut = weight.runtime, weight.replica_cut
+        rows = self._stored(weight)
+        with own_ops(weight.fqn, "quantize"):
+            if cut is None:
+                self._quantize_rows(runtime.transport.move_rows(rows, weight.cut, self.cut))
+            elif self._replicas_hold_whole_blocks(weight):
+                self._gather_quantized(weight, rows, runtime.domain.shard_transport)
+            else:
+                piece = rows.new_zeros(cut.resized(rows.shape, cut.padded))
+                cut.first(piece, rows.shape[cut.dim]).copy_(rows)
+                gathered = rows.new_empty(cut.resized(rows.shape, cut.buffer_rows))
+                transfer = runtime.domain.shard_transport.all_gather(gathered, piece, cut.dim)
+                transfer.wait()
+                rows = cut.unpack(gathered)
+                self._quantize_rows(runtime.transport.move_rows(rows, weight.cut, self.cut))
+                transfer.release()
+        weight.counters.num_quantizations += 1
+
+    def _replicas_hold_whole_blocks(self, weight: ShardedWeight) -> bool:
+        cut = weight.replica_cut
+        block = self.wire.row_block if cut.dim == self._row_dim else 1
+        return self.cut.chunk == weight.cut.chunk and cut.chunk % block == 0 and weight.num_local_rows % block == 0
+
+    def _quantized(self, rows: torch.Tensor, first: dict[int, int], length: int, dim: int) -> dict[View, Parts]:
+        """Parts of ``rows``, which begin at ``first`` in the weight, padded with zeros to ``length`` along ``dim``."""
+        rows = _padded(rows, length, dim)
+        amax = {}
+        for key, slot in self.amax.items():
+            for cut_dim, start in first.items():
+                if self.slot_shapes()[key][cut_dim] > 1:
+                    slot = slot.narrow(cut_dim, start, min(rows.shape[cut_dim], slot.shape[cut_dim] - start))
+                    slot = _padded(slot, rows.shape[cut_dim], cut_dim)
+            amax[key] = slot
+        if Amax.ROW in self.wire.amaxes and self._knows_rows:
+            amax[Amax.ROW] = rows.abs().amax(-1, keepdim=True)
+        return self.wire.quantize(rows.contiguous(), amax)
+
+    def _quantize_rows(self, rows: torch.Tensor) -> None:
+        dim = self.cut.dim
+        num_rows = rows.shape[dim]
+        if num_rows == 0:
+            self._store({view: self._zeros(view, rows.device) for view in self.wire.views})
+            return
+        first = {dim: self._first_row}
+        self._store(self._quantized(rows, first, self.cut.chunk, dim))
+
+    def _zeros(self, view: View, device: torch.device) -> Parts:
+        shapes = self.wire.part_shapes(view, self._send_shape)
+        return tuple(torch.zeros(shape, dtype=torch.uint8, device=device) for shape in shapes)
+
+    def _store(self, views: dict[View, Parts]) -> None:
+        """Keep the memory of before, if it is of the same device."""
+        for view, parts in views.items():
+            mine = self.parts.get(view)
+            if mine is None or mine[0].device != parts[0].device:
+                self.parts[view] = parts
+            else:
+                for part, new in zip(mine, parts, strict=True):
+                    part.copy_(new)
+
+    def _gather_quantized(self, weight: ShardedWeight, rows: torch.Tensor, transport: CollectiveTransport) -> None:
+        """Each replica quantizes what it stores, and all send that to each other."""
+        cut = weight.replica_cut
+        first = self._place(weight)
+        shape = cut.resized(rows.shape, cut.padded)
+        if rows.numel():
+            mine = self._quantized(rows, first, cut.padded, cut.dim)
+        else:
+            mine = {
+                view: tuple(
+                    torch.zeros(part, dtype=torch.uint8, device=rows.device)
+                    for part in self.wire.part_shapes(view, shape)
+                )
+                for view in self.wire.views
+            }
+        views = {}
+        for view, parts in mine.items():
+            whole = cut.resized(rows.shape, cut.buffer_rows)
+            buffers = tuple(part.new_empty(s) for part, s in zip(parts, self.wire.part_shapes(view, whole)))
+            transfer = transport.all_gather_parts(buffers, parts, cut.dim)
+            transfer.wait()
+            sent = self._zeros(view, rows.device)
+            for buffer, part in zip(buffers, sent):
+                for dim in range(part.dim()):
+                    buffer = buffer.narrow(dim, 0, min(buffer.shape[dim], part.shape[dim]))
+                part[tuple(slice(length) for length in buffer.shape)].copy_(buffer)
+            transfer.release()
+            views[view] = sent
+        self._store(views)
+
+    # ---- uses
+
+    def gather(self, weight: ShardedWeight, view: View) -> tuple[Parts, Transfer]:
+        """(gathered parts, to be), and their transfer."""
+        parts, transport = self.parts[view], weight.runtime.transport
+        if transport.size == 1:
+            return parts, Transfer.done()
+        shapes = self.wire.part_shapes(view, self._buffer_shape)
+        buffers = tuple(part.new_empty(shape) for part, shape in zip(parts, shapes))
+        return buffers, transport.all_gather_parts(buffers, parts, self.cut.dim)
+
+    def whole(self, view: View, gathered: Parts) -> Parts:
+        """The parts of the TP-local weight, its last block filled up with zeros."""
+        shapes = self.wire.part_shapes(view, self.cut.resized(self.shape, self._num_rows))
+        dim = self.cut.dim
+        return tuple(part.narrow(dim, 0, shape[dim]) for part, shape in zip(gathered, shapes))
+
+    def read(self, view: View, gathered: Parts, weight: ShardedWeight) -> torch.Tensor:
+        """The TP-local weight in its compute dtype."""
+        shape = self.cut.resized(self.shape, self._num_rows)
+        values = self.wire.dequantize(view, self.whole(view, gathered), shape, self.amax, weight.compute_dtype)
+        return self.cut.first(values, weight.cut.num_rows).reshape(weight.tp_local_shape)
+
+
+def _padded(tensor: torch.Tensor, length: int, dim: int) -> torch.Tensor:
+    """``tensor`` with zeros behind it along ``dim``."""
+    if tensor.shape[dim] == length:
+        return tensor
+    shape = [*tensor.shape]
+    shape[dim] = length
+    padded = tensor.new_zeros(shape)
+    padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    return padded
+
+
+def refresh_quantized(weights: Sequence[ShardedWeight]) -> None:
+    """Quantize these anew; see [Note: quantization once a step]. All of one domain.
+
+    Raises:
+        RuntimeError: a weight holds NaN or infinity; names all such, on all ranks alike.
+    """
+    domain = weights[0].runtime.domain
+    tables: dict[tuple, list[tuple[ShardedWeight, Amax, torch.Size]]] = {}
+    for weight in weights:
+        for amax, shape in weight.quantized.slot_shapes().items():
+            tables.setdefault(weight.quantized.groups[amax], []).append((weight, amax, shape))
+    slots: dict[ShardedWeight, dict[Amax, torch.Tensor]] = {}
+    flat = {}
+    for groups, entries in tables.items():
+        lengths = [shape.numel() for *_, shape in entries]
+        flat[groups] = torch.zeros(sum(lengths), device=weights[0].param.device)
+        for (weight, amax, shape), part in zip(entries, flat[groups].split(lengths)):
+            slots.setdefault(weight, {})[amax] = part.view(shape)
+    for weight, own in slots.items():
+        weight.quantized.fill_slots(own, weight)
+    for groups, table in flat.items():
+        # As integers, whose order is that of magnitudes and keeps NaN largest: a maximum of floats may lose it.
+        bits = table.view(torch.int32)
+        for transport in (domain.transport, domain.shard_transport):
+            if transport is not None:
+                transport.all_reduce_max(bits)
+        for group in groups:
+            dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
+    finite = torch.stack([torch.isfinite(own[Amax.MATRIX]).all() for own in slots.values()]).tolist()
+    bad = [weight.fqn for weight, is_finite in zip(slots, finite) if not is_finite]
+    if bad:
+        raise RuntimeError(
+            f"{', '.join(bad)}: the weight holds NaN or infinity, and its scale, as {weights[0].quantized.wire.name} travels, "
+            "would spread that over others; load or initialise finite values, or skip optimizer steps whose gradients are "
+            "not finite"
+        )
+    for weight in weights:
+        weight.quantized.quantize(weight)

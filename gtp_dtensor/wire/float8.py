@@ -1,0 +1,99 @@
+"""FP8 (e4m3) with one scale for a matrix, a row, or a block of 128 x 128. Casts and scales are torchao's."""
+
+from __future__ import annotations
+
+import torch
+from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+from torchao.float8.float8_utils import amax_to_scale
+from torchao.quantization.quant_primitives import (
+    _choose_scale_float8,
+    _dequantize_affine_float8,
+    _quantize_affine_float8,
+)
+
+from .base import Amax, Parts, View, WireFormat, as_bytes, resized
+
+_E4M3 = torch.float8_e4m3fn
+_BLOCK = 128
+# torchao's smallest amax: of a block of zeros the scale would be zero, and the codes 0 / 0.
+_LEAST_AMAX = 1e-12
+
+
+def _codes(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return as_bytes(hp_tensor_and_scale_to_float8(rows, scale, _E4M3)._data)
+
+
+def _values(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What torchao's tensor stands for: codes over scale, in float32."""
+    return (codes.view(_E4M3).float() / scale).to(dtype)
+
+
+class Float8Matrix(WireFormat):
+    """One scale for a matrix, which every rank knows from the amax: only codes travel, and serve both directions."""
+
+    name = "fp8"
+
+    def __init__(self, power_of_2: bool = False) -> None:
+        self.power_of_2 = power_of_2
+
+    def _scale(self, amax: dict[Amax, torch.Tensor]) -> torch.Tensor:
+        return amax_to_scale(amax[Amax.MATRIX], _E4M3, self.power_of_2)
+
+    def part_shapes(self, view: View, shape: torch.Size) -> tuple[torch.Size, ...]:
+        return (shape,)
+
+    def quantize(self, rows: torch.Tensor, amax: dict[Amax, torch.Tensor]) -> dict[View, Parts]:
+        return {View.ROWS: (_codes(rows, self._scale(amax)),)}
+
+    def dequantize(self, view, parts, shape, amax, dtype) -> torch.Tensor:
+        return _values(parts[0], self._scale(amax), dtype)
+
+
+class Float8Rows(WireFormat):
+    """One scale for a row, which travels beside its codes; in the view for the backward one for a column, which every rank
+    knows from the amax. Scales are powers of two, as in torchao's rowwise recipes."""
+
+    name = "fp8_rowwise"
+    amaxes = (Amax.MATRIX, Amax.ROW)
+
+    def __init__(self, has_columns: bool = False) -> None:
+        self.has_columns = has_columns
+        if has_columns:
+            self.amaxes = (*self.amaxes, Amax.COLUMN)
+
+    def part_shapes(self, view: View, shape: torch.Size) -> tuple[torch.Size, ...]:
+        return (shape, resized(shape, 4)) if view is View.ROWS else (shape,)
+
+    def quantize(self, rows: torch.Tensor, amax: dict[Amax, torch.Tensor]) -> dict[View, Parts]:
+        scale = amax_to_scale(amax[Amax.ROW], _E4M3, True)
+        views = {View.ROWS: (_codes(rows, scale), as_bytes(scale))}
+        if self.has_columns:
+            views[View.COLUMNS] = (_codes(rows, amax_to_scale(amax[Amax.COLUMN], _E4M3, True)),)
+        return views
+
+    def dequantize(self, view, parts, shape, amax, dtype) -> torch.Tensor:
+        if view is View.ROWS:
+            return _values(parts[0], parts[1].view(torch.float32), dtype)
+        return _values(parts[0], amax_to_scale(amax[Amax.COLUMN], _E4M3, True), dtype)
+
+
+class Float8Blocks(WireFormat):
+    """One scale for 128 x 128 elements, which travels with them and serves both directions."""
+
+    name = "fp8_block"
+    column_block = row_block = _BLOCK
+
+    def part_shapes(self, view: View, shape: torch.Size) -> tuple[torch.Size, ...]:
+        return (shape, resized(shape, shape[-2] // _BLOCK, 4 * shape[-1] // _BLOCK))
+
+    def quantize(self, rows: torch.Tensor, amax: dict[Amax, torch.Tensor]) -> dict[View, Parts]:
+        scale = _choose_scale_float8(rows, self._blocks(rows.dim()), _E4M3, hp_value_lb=_LEAST_AMAX)
+        return {View.ROWS: (as_bytes(_quantize_affine_float8(rows, scale, _E4M3)), as_bytes(scale))}
+
+    def dequantize(self, view, parts, shape, amax, dtype) -> torch.Tensor:
+        codes, scale = parts
+        return _dequantize_affine_float8(codes.view(_E4M3), scale.view(torch.float32), dtype)
+
+    @staticmethod
+    def _blocks(num_dims: int) -> list[int]:
+        return [1] * (num_dims - 2) + [_BLOCK, _BLOCK]

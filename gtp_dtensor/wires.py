@@ -1,0 +1,98 @@
+"""Which weight travels in which format."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from .quantized import matrices
+from .wire import QUANTIZED, WireFormat, wire_format
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+AS_IT_IS = "bf16"
+# Modules that travel as they are by default, like embeddings: quantizing logits' weights costs most and saves least.
+_OUTPUT_NAMES = ("output", "lm_head")
+
+
+def choose_wires(plan: Plan) -> tuple[dict[int, WireFormat], list[str]]:
+    """(formats of sharded parameters that travel quantized, by id; names of those that are too small for theirs).
+
+    Raises:
+        ValueError: a format that does not exist, an override that matches nothing, a shape that its format cannot cut into
+            blocks.
+        ImportError: torchao is missing.
+    """
+    style = plan.style
+    default = AS_IT_IS if style.config.wire_format == "auto" else style.config.wire_format
+    overrides = style.wire_format_overrides
+    names = {below: id(param) for _, _, _, below, _, param in plan.entries}
+    for pattern, name in overrides.items():
+        if name not in (AS_IT_IS, *QUANTIZED):
+            raise ValueError(
+                f"GTPStyle(wire_format_overrides=...): '{pattern}' = '{name}' is no wire format; choose one of "
+                f"{', '.join((AS_IT_IS, *QUANTIZED))}"
+            )
+        matched = fnmatch.filter(names, pattern)
+        if not any(names[below] in plan.sharded for below in matched):
+            found = (
+                f"matches only weights that are not sharded ({', '.join(matched[:3])})"
+                if matched
+                else "matches nothing"
+            )
+            raise ValueError(
+                f"GTPStyle(wire_format_overrides=...): pattern '{pattern}' {found}; names of sharded weights are such as "
+                f"{', '.join(sorted(below for below, key in names.items() if key in plan.sharded)[:5])}"
+            )
+    chosen: dict[int, set[str]] = {}
+    for module, module_name, _, below, _, param in plan.entries:
+        if id(param) in plan.sharded:
+            chosen.setdefault(id(param), set()).add(_choice(module, module_name, below, default, overrides))
+    wires, small = {}, []
+    for _, _, _, below, fqn, param in plan.entries:
+        choices = chosen.get(id(param), {AS_IT_IS})
+        name = AS_IT_IS if AS_IT_IS in choices else min(choices)  # of a tied weight's owners one that wants it exact
+        if name == AS_IT_IS or id(param) in wires:
+            continue
+        wire = wire_format(name)
+        local = param._local_tensor if isinstance(param, DTensor) else param
+        shape = matrices(local.shape, style.is_expert and param.dim() > 2)
+        if shape[-1] < wire.column_block or shape[-2] < wire.row_block:
+            small.append(f"{fqn} {tuple(local.shape)}")
+        else:
+            _check_shape(fqn, wire, shape, param, below)
+            wires[id(param)] = wire
+    return wires, small
+
+
+def _choice(module: nn.Module, module_name: str, below: str, default: str, overrides: dict[str, str]) -> str:
+    for pattern, name in overrides.items():
+        if fnmatch.fnmatchcase(below, pattern):
+            return name
+    is_output = module_name.rpartition(".")[2] in _OUTPUT_NAMES
+    return AS_IT_IS if isinstance(module, nn.Embedding) or is_output else default
+
+
+def _check_shape(fqn: str, wire: WireFormat, shape: torch.Size, param: torch.Tensor, below: str) -> None:
+    tp = (
+        f", {tuple(shape)} on this rank of mesh axes {param.device_mesh.mesh_dim_names}"
+        if isinstance(param, DTensor)
+        else ""
+    )
+    if shape[-1] % wire.column_block:
+        raise ValueError(
+            f"{fqn} of shape {tuple(param.shape)}{tp}: wire format '{wire.name}' has blocks of {wire.column_block} columns, "
+            f"which do not divide {shape[-1]}; name another format for it, such as "
+            f"wire_format_overrides={{'{below}': 'fp8_rowwise'}} or 'bf16'"
+        )
+    if isinstance(param, DTensor) and shape[-2] % wire.row_block:
+        raise ValueError(
+            f"{fqn} of shape {tuple(param.shape)}{tp}: wire format '{wire.name}' has blocks of {wire.row_block} rows, and "
+            f"tensor parallelism cuts one; name another format for it, such as "
+            f"wire_format_overrides={{'{below}': 'fp8_rowwise'}} or 'bf16'"
+        )
