@@ -244,11 +244,43 @@ def _padded(tensor: torch.Tensor, length: int, dim: int) -> torch.Tensor:
     return padded
 
 
+class FiniteCheck:
+    """Whether weights held finite values when they were quantized.
+
+    Args:
+        finite: bool (weights,), on any device; copied without stopping the host.
+        fqns: of these weights.
+        format_name: how they travel.
+    """
+
+    def __init__(self, finite: torch.Tensor, fqns: list[str], format_name: str) -> None:
+        self._fqns, self._format_name = fqns, format_name
+        self._copied = None
+        if finite.is_cuda:
+            self._finite = torch.empty_like(finite, device="cpu", pin_memory=True)
+            self._finite.copy_(finite, non_blocking=True)
+            self._copied = torch.cuda.current_stream(finite.device).record_event()
+        else:
+            self._finite = finite
+
+    def raise_if_not(self) -> None:
+        """Raise ``RuntimeError`` that names those that did not, on all ranks alike."""
+        if self._copied is not None:
+            self._copied.synchronize()  # of a step ago
+        bad = [fqn for fqn, is_finite in zip(self._fqns, self._finite.tolist()) if not is_finite]
+        if bad:
+            raise RuntimeError(
+                f"{', '.join(bad)}: the weight holds NaN or infinity, and its scale, as {self._format_name} travels, would "
+                "spread that over others; load or initialise finite values, or skip optimizer steps whose gradients are not "
+                "finite"
+            )
+
+
 def refresh_quantized(weights: Sequence[ShardedWeight]) -> None:
     """Quantize these anew; see [Note: quantization once a step]. All of one domain.
 
     Raises:
-        RuntimeError: a weight holds NaN or infinity; names all such, on all ranks alike.
+        RuntimeError: a weight holds NaN or infinity (on a GPU: held, when it was quantized before); names all such.
     """
     domain = weights[0].runtime.domain
     tables: dict[tuple, list[tuple[ShardedWeight, Amax, torch.Size]]] = {}
@@ -272,13 +304,13 @@ def refresh_quantized(weights: Sequence[ShardedWeight]) -> None:
                 transport.all_reduce_max(bits)
         for group in groups:
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
-    finite = torch.stack([torch.isfinite(own[Amax.MATRIX]).all() for own in slots.values()]).tolist()
-    bad = [weight.fqn for weight, is_finite in zip(slots, finite) if not is_finite]
-    if bad:
-        raise RuntimeError(
-            f"{', '.join(bad)}: the weight holds NaN or infinity, and its scale, as {weights[0].quantized.wire.name} travels, "
-            "would spread that over others; load or initialise finite values, or skip optimizer steps whose gradients are "
-            "not finite"
-        )
+    finite = torch.stack([torch.isfinite(own[Amax.MATRIX]).all() for own in slots.values()])
+    check = FiniteCheck(finite, [weight.fqn for weight in slots], weights[0].quantized.wire.name)
+    if finite.is_cuda:  # without stopping the host: told before the next quantization
+        earlier, weights[0].runtime.finite_check = weights[0].runtime.finite_check, check
+        if earlier is not None:
+            earlier.raise_if_not()
+    else:
+        check.raise_if_not()
     for weight in weights:
         weight.quantized.quantize(weight)

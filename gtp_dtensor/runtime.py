@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .config import GTPConfig
 from .domain import Domain
 from .modes import in_backward, plain_ops
-from .quantized import refresh_quantized
+from .quantized import FiniteCheck, refresh_quantized
 from .reduce import Reducer
 from .schedule import IN_BACKWARD, Kind, Schedule, Use, block_distance, is_out_of_reach
 from .small import SmallParam
@@ -81,6 +81,7 @@ class Runtime:
         self._largest_bytes = 0
         self._depth = 0  # of the root's forward, outside backwards
         self._starts_pass = False  # the next use is the first of a pass
+        self.finite_check: FiniteCheck | None = None  # of the last quantization, on its way to the host
         self.is_compiled = False  # compiled code uses our weights
         self._has_optimizer = False  # an optimizer stepped on our weights
         self._mispredictions_pruned = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -90,11 +90,17 @@ def forward_experts(module: GroupedExperts, x: torch.Tensor, num_tokens_per_expe
     return _unpermute(_grouped(module, x, num_tokens_per_expert), shape, indices)
 
 
-def exclude_patterns(model: nn.Module, patterns: list[str], of_experts: bool) -> list[str]:
-    """Those of `[gtp] exclude` that name a weight of a model's or a stage's routed experts, or one of the others."""
+def own_patterns(model: nn.Module, patterns: Iterable[str], of_experts: bool) -> list[str]:
+    """Those that name a weight of a model's or a stage's routed experts, or one of the others."""
     names = (name.replace("_checkpoint_wrapped_module.", "") for name, _ in model.named_parameters())
     names = [name for name in names if fnmatch.fnmatchcase(name, f"{EXPERTS}.*") == of_experts]
     return [pattern for pattern in patterns if any(fnmatch.fnmatchcase(name, pattern) for name in names)]
+
+
+def own_overrides(model: nn.Module, job_config, of_experts: bool) -> dict[str, str]:
+    """Those of `[gtp] wire_format_overrides` for a model's or a stage's routed experts, or for its other weights."""
+    overrides = job_config.gtp.wire_format_overrides
+    return {pattern: overrides[pattern] for pattern in own_patterns(model, overrides, of_experts)}
 
 
 def apply_expert_style(model: nn.Module, parallel_dims, job_config) -> None:
@@ -104,7 +110,8 @@ def apply_expert_style(model: nn.Module, parallel_dims, job_config) -> None:
     style = GTPStyle(
         gtp_config(job_config),
         modules=[EXPERTS],
-        exclude=exclude_patterns(model, job_config.gtp.exclude, of_experts=True),
+        exclude=own_patterns(model, job_config.gtp.exclude, of_experts=True),
+        wire_format_overrides=own_overrides(model, job_config, of_experts=True),
         min_numel=job_config.gtp.min_numel,
         replicate_mesh=parallel_dims.get_optional_mesh("dp_replicate"),
         optimizer_shard_mesh=parallel_dims.get_optional_mesh("expert_optimizer_shard"),

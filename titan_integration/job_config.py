@@ -53,7 +53,14 @@ class Gtp:
     """How many uses before its own use a weight is gathered."""
 
     wire_format: str = "auto"
-    """How a shard travels. "auto": as the weight stores it, else "bf16", meaning as it is, in param_dtype."""
+    """
+    How a shard travels: "bf16" (as it is, in param_dtype), or quantized once a step and dequantized where it is used:
+    "fp8", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4". Embeddings and the output layer travel as they are. "auto": what the
+    weight's own GEMM reads.
+    """
+
+    wire_format_overrides: dict[str, str] = field(default_factory=dict)
+    """Formats by FQN pattern of weights; the first that matches holds."""
 
     param_dtype: str = ""
     """Dtype that is gathered and computed in. "": training.mixed_precision_param."""

@@ -15,6 +15,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.tools.utils import device_type
 
 from gtp_dtensor import GTPStyle
+from gtp_dtensor.wire import QUANTIZED
 from titan_integration.compilation import checkpoint_by_operator, compiles_model, is_by_operator, wait_before_blocks
 from titan_integration.context_parallel import apply_context_parallel, titan_context_parallel_on_cpu
 from titan_integration.experts import (
@@ -22,9 +23,10 @@ from titan_integration.experts import (
     apply_expert_and_tensor_parallel,
     apply_expert_style,
     check_experts,
-    exclude_patterns,
     moe_layers,
     other_experts_stay_eager,
+    own_overrides,
+    own_patterns,
 )
 from titan_integration.families import Family
 from titan_integration.settings import check_gtp_job, gtp_config
@@ -110,25 +112,33 @@ def _parallelize_as_titan(family: Family, model: nn.Module, parallel_dims, job_c
     return model
 
 
-def check_exclude(model: nn.Module, patterns: list[str]) -> None:
-    """Every pattern of `[gtp] exclude` matches a weight of the whole model. Raises ValueError."""
+def check_patterns(model: nn.Module, section) -> None:
+    """Every pattern of `[gtp] exclude` and `[gtp] wire_format_overrides` matches a weight of the whole model, and formats
+    exist. Raises ValueError."""
     names = [name for name, _ in model.named_parameters()]
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
+    for key, patterns in (("exclude", section.exclude), ("wire_format_overrides", section.wire_format_overrides)):
+        for pattern in patterns:
+            if not fnmatch.filter(names, pattern):
+                raise ValueError(
+                    f"[gtp] {key}: pattern {pattern!r} matches nothing; names of weights are such as {', '.join(names[:5])}"
+                )
+    for pattern, name in section.wire_format_overrides.items():
+        if name not in ("bf16", *QUANTIZED):
             raise ValueError(
-                f"[gtp] exclude: pattern {pattern!r} matches nothing; names of weights are such as {', '.join(names[:5])}"
+                f"[gtp] wire_format_overrides: {pattern!r} = {name!r}: choose one of {', '.join(('bf16', *QUANTIZED))}"
             )
 
 
 def gtp_style(model: nn.Module, parallel_dims, job_config) -> GTPStyle:
     """The style of all weights but those of routed experts: the job's `[gtp]` section, and the axes over which gathered
     weights are copies. Router gates stay whole."""
-    exclude = exclude_patterns(model, job_config.gtp.exclude, of_experts=False)
+    exclude = own_patterns(model, job_config.gtp.exclude, of_experts=False)
     if moe_layers(model):
         exclude.append(ROUTER_GATES)
     return GTPStyle(
         gtp_config(job_config),
         exclude=exclude,
+        wire_format_overrides=own_overrides(model, job_config, of_experts=False),
         min_numel=job_config.gtp.min_numel,
         replicate_mesh=parallel_dims.get_optional_mesh("dp_replicate"),
         optimizer_shard_mesh=parallel_dims.get_optional_mesh("optimizer_shard"),
@@ -153,7 +163,7 @@ def parallelize(family: Family, model: nn.Module, parallel_dims, job_config) -> 
     check_gtp_job(job_config)
     check_experts(job_config, family.num_experts(job_config.model.flavor))
     if not parallel_dims.pp_enabled:  # a stage has some of the weights only: `pipeline` has checked for the whole model
-        check_exclude(model, job_config.gtp.exclude)
+        check_patterns(model, job_config.gtp)
     if parallel_dims.tp_enabled:
         family.apply_tp(
             model,

@@ -10,7 +10,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Sched
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
 from titan_integration.experts import drop_token_counts
-from titan_integration.parallelize import check_exclude
+from titan_integration.parallelize import check_patterns
 
 _PP = "parallelism.pipeline_parallel_degree"
 _PARTS = "parallelism.module_fqns_per_model_part"
@@ -112,11 +112,11 @@ def pipeline(model, parallel_dims, job_config, device, model_args, parallelize_f
     """torchtitan's `pipelining_fn`, after checks; every stage's model part is parallelized by itself.
 
     Raises:
-        ValueError: see `check_pipeline`; a pattern of `[gtp] exclude` that matches no weight of the whole model.
+        ValueError: see `check_pipeline`; a pattern of the `[gtp]` section that matches no weight of the whole model.
     """
     check_pipeline(job_config, model, model_args.n_layers)
     if parallel_dims.gtp_enabled:
-        check_exclude(model, job_config.gtp.exclude)
+        check_patterns(model, job_config.gtp)
     built = pipeline_llm(model, parallel_dims, job_config, device, model_args, parallelize_fn, loss_fn)
     if parallel_dims.gtp_enabled:
         _forget_tokens_of_trial_runs(built[0])
