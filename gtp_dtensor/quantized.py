@@ -24,7 +24,7 @@ from .transport import CollectiveTransport, Transfer
 from .wire import Amax, Parts, View, WireFormat
 
 if TYPE_CHECKING:
-    from .weight import ShardedWeight
+    from .weight import Lease, ShardedWeight
 
 _AMAX_DIM = {Amax.MATRIX: (-2, -1), Amax.COLUMN: (-2,), Amax.ROW: (-1,)}
 
@@ -225,6 +225,12 @@ class QuantizedShard:
         shapes = self.wire.part_shapes(view, self.cut.resized(self.shape, self._num_rows))
         dim = self.cut.dim
         return tuple(part.narrow(dim, 0, shape[dim]) for part, shape in zip(gathered, shapes))
+
+    def codes_and_scale(self, lease: Lease) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a format whose codes were multiplied by a scale: the TP-local weight's, for a GEMM that reads them."""
+        codes, scale = self.wire.codes_and_scale(lease.view, self.whole(lease.view, lease.parts), self.amax)
+        num_rows = lease.weight.cut.num_rows
+        return self.cut.first(codes, num_rows), scale[:num_rows] if scale.shape[0] > 1 else scale
 
     def read(self, view: View, gathered: Parts, weight: ShardedWeight) -> torch.Tensor:
         """The TP-local weight in its compute dtype."""

@@ -137,6 +137,13 @@ class Lease:
             return weight.quantized.read(self.view, self._buffer, weight)
         return self._buffer if weight.is_buffer_exact else weight.cut.unpack(self._buffer)
 
+    @property
+    def parts(self) -> Parts:
+        """What was gathered of a weight that travels quantized. READY only."""
+        if self.state is not _READY:
+            raise RuntimeError(f"{self.weight.fqn}: read of a gathered weight that is '{self.state.value}'")
+        return self._buffer
+
     def read(self) -> torch.Tensor:
         """The same as what its module computes with: plain, or a DTensor on the tp mesh."""
         local, tp = self.read_local(), self.weight.tp

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 AS_IT_IS = "bf16"
+_AUTO = "auto"
 # Modules that travel as they are by default, like embeddings: quantizing logits' weights costs most and saves least.
 _OUTPUT_NAMES = ("output", "lm_head")
 
@@ -29,14 +30,14 @@ def choose_wires(plan: Plan) -> tuple[dict[int, WireFormat], list[str]]:
         ImportError: torchao is missing.
     """
     style = plan.style
-    default = AS_IT_IS if style.config.wire_format == "auto" else style.config.wire_format
+    default = style.config.wire_format
     overrides = style.wire_format_overrides
     names = {below: id(param) for _, _, _, below, _, param in plan.entries}
     for pattern, name in overrides.items():
-        if name not in (AS_IT_IS, *QUANTIZED):
+        if name not in (AS_IT_IS, *QUANTIZED, _AUTO):
             raise ValueError(
                 f"GTPStyle(wire_format_overrides=...): '{pattern}' = '{name}' is no wire format; choose one of "
-                f"{', '.join((AS_IT_IS, *QUANTIZED))}"
+                f"{', '.join((AS_IT_IS, *QUANTIZED, _AUTO))}"
             )
         matched = fnmatch.filter(names, pattern)
         if not any(names[below] in plan.sharded for below in matched):
@@ -54,12 +55,12 @@ def choose_wires(plan: Plan) -> tuple[dict[int, WireFormat], list[str]]:
         if id(param) in plan.sharded:
             chosen.setdefault(id(param), set()).add(_choice(module, module_name, below, default, overrides))
     wires, small = {}, []
-    for _, _, _, below, fqn, param in plan.entries:
+    for module, _, _, below, fqn, param in plan.entries:
         choices = chosen.get(id(param), {AS_IT_IS})
         name = AS_IT_IS if AS_IT_IS in choices else min(choices)  # of a tied weight's owners one that wants it exact
-        if name == AS_IT_IS or id(param) in wires:
+        wire = None if name == AS_IT_IS or id(param) in wires else _wire(module, name, fqn)
+        if wire is None:
             continue
-        wire = wire_format(name)
         local = param._local_tensor if isinstance(param, DTensor) else param
         shape = matrices(local.shape, style.is_expert and param.dim() > 2)
         if shape[-1] < wire.column_block or shape[-2] < wire.row_block:
@@ -68,6 +69,27 @@ def choose_wires(plan: Plan) -> tuple[dict[int, WireFormat], list[str]]:
             _check_shape(fqn, wire, shape, param, below)
             wires[id(param)] = wire
     return wires, small
+
+
+def is_float8_linear(module: nn.Module) -> bool:
+    """Whether it is torchao's, without importing torchao."""
+    return any(
+        base.__name__ == "Float8Linear" and base.__module__.startswith("torchao.") for base in type(module).__mro__
+    )
+
+
+def _wire(module: nn.Module, name: str, fqn: str) -> WireFormat | None:
+    if not is_float8_linear(module):
+        return None if name == _AUTO else wire_format(name)
+    from .wire.float8_linear import wire_of
+
+    wire = wire_of(module)
+    if name == _AUTO or wire is not None and name == wire.name:
+        return wire
+    raise ValueError(
+        f"{fqn}: wire format '{name}' for a Float8Linear, whose GEMMs read "
+        f"{'high precision' if wire is None else repr(wire.name)}: use 'auto', or 'bf16' to quantize at each of them"
+    )
 
 
 def _choice(module: nn.Module, module_name: str, below: str, default: str, overrides: dict[str, str]) -> str:

@@ -35,4 +35,4 @@ def wire_format(name: str, has_columns: bool = False) -> WireFormat | None:
     except ImportError as error:
         raise ImportError(f"wire format '{name}' needs torchao 0.17: pip install torchao==0.17.0 ({error})") from error
     formats = {"fp8": Float8Matrix, "fp8_block": Float8Blocks}
-    return Float8Rows(has_columns) if name == "fp8_rowwise" else formats[name]()
+    return Float8Rows(Amax.COLUMN if has_columns else None) if name == "fp8_rowwise" else formats[name]()

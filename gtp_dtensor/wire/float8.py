@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 from torchao.float8.float8_utils import amax_to_scale
@@ -23,12 +25,21 @@ def _codes(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return as_bytes(hp_tensor_and_scale_to_float8(rows, scale, _E4M3)._data)
 
 
-def _values(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What torchao's tensor stands for: codes over scale, in float32."""
-    return (codes.view(_E4M3).float() / scale).to(dtype)
+class ScaledFloat8(WireFormat):
+    """Codes with a scale that multiplied them, as torchao's ``Float8TrainingTensor``."""
+
+    @abstractmethod
+    def codes_and_scale(
+        self, view: View, parts: Parts, amax: dict[Amax, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(e4m3 (..., rows, columns), float32 scale that broadcasts over them)."""
+
+    def dequantize(self, view, parts, shape, amax, dtype) -> torch.Tensor:
+        codes, scale = self.codes_and_scale(view, parts, amax)
+        return (codes.float() / scale).to(dtype)
 
 
-class Float8Matrix(WireFormat):
+class Float8Matrix(ScaledFloat8):
     """One scale for a matrix, which every rank knows from the amax: only codes travel, and serve both directions."""
 
     name = "fp8"
@@ -45,36 +56,44 @@ class Float8Matrix(WireFormat):
     def quantize(self, rows: torch.Tensor, amax: dict[Amax, torch.Tensor]) -> dict[View, Parts]:
         return {View.ROWS: (_codes(rows, self._scale(amax)),)}
 
-    def dequantize(self, view, parts, shape, amax, dtype) -> torch.Tensor:
-        return _values(parts[0], self._scale(amax), dtype)
+    def codes_and_scale(self, view, parts, amax) -> tuple[torch.Tensor, torch.Tensor]:
+        return parts[0].view(_E4M3), self._scale(amax)
 
 
-class Float8Rows(WireFormat):
-    """One scale for a row, which travels beside its codes; in the view for the backward one for a column, which every rank
-    knows from the amax. Scales are powers of two, as in torchao's rowwise recipes."""
+class Float8Rows(ScaledFloat8):
+    """One scale for a row, which travels beside its codes; in the view for the backward one for a column, or for the
+    matrix, which every rank knows from the amax.
+
+    Args:
+        columns: what has one scale in the view for the backward (COLUMN or MATRIX); None: there is no such view.
+        power_of_2: of scales, as in torchao's rowwise recipes.
+    """
 
     name = "fp8_rowwise"
-    amaxes = (Amax.MATRIX, Amax.ROW)
 
-    def __init__(self, has_columns: bool = False) -> None:
-        self.has_columns = has_columns
-        if has_columns:
-            self.amaxes = (*self.amaxes, Amax.COLUMN)
+    def __init__(self, columns: Amax | None = None, power_of_2: bool = True) -> None:
+        self.columns = columns
+        self.has_columns = columns is not None
+        self.power_of_2 = power_of_2
+        self.amaxes = (Amax.MATRIX, Amax.ROW, *((Amax.COLUMN,) if columns is Amax.COLUMN else ()))
+
+    def _scale(self, of: Amax, amax: dict[Amax, torch.Tensor]) -> torch.Tensor:
+        return amax_to_scale(amax[of], _E4M3, self.power_of_2)
 
     def part_shapes(self, view: View, shape: torch.Size) -> tuple[torch.Size, ...]:
         return (shape, resized(shape, 4)) if view is View.ROWS else (shape,)
 
     def quantize(self, rows: torch.Tensor, amax: dict[Amax, torch.Tensor]) -> dict[View, Parts]:
-        scale = amax_to_scale(amax[Amax.ROW], _E4M3, True)
+        scale = self._scale(Amax.ROW, amax)
         views = {View.ROWS: (_codes(rows, scale), as_bytes(scale))}
         if self.has_columns:
-            views[View.COLUMNS] = (_codes(rows, amax_to_scale(amax[Amax.COLUMN], _E4M3, True)),)
+            views[View.COLUMNS] = (_codes(rows, self._scale(self.columns, amax)),)
         return views
 
-    def dequantize(self, view, parts, shape, amax, dtype) -> torch.Tensor:
+    def codes_and_scale(self, view, parts, amax) -> tuple[torch.Tensor, torch.Tensor]:
         if view is View.ROWS:
-            return _values(parts[0], parts[1].view(torch.float32), dtype)
-        return _values(parts[0], amax_to_scale(amax[Amax.COLUMN], _E4M3, True), dtype)
+            return parts[0].view(_E4M3), parts[1].view(torch.float32)
+        return parts[0].view(_E4M3), self._scale(self.columns, amax)
 
 
 class Float8Blocks(WireFormat):

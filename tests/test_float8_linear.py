@@ -1,0 +1,116 @@
+"""torchao's ``Float8Linear`` under GTP: the same bits as unsharded, weights gathered in float8."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from gtp_dtensor import GTPConfig, GTPStyle, reset_stats, stats
+from gtp_dtensor.members import STATE
+from tests.harness import ranks
+from tests.reference import (
+    assert_close_to_reference,
+    build_pair,
+    full_gradients,
+    full_parameters,
+    mean_square,
+    replica_options,
+)
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+def sharded_weight(linear):
+    return linear.__dict__[STATE].weights["weight"]
+
+
+class Net(nn.Module):
+    def __init__(self, recipe, emulate=True):
+        from torchao.float8 import convert_to_float8_training
+        from torchao.float8.config import Float8LinearConfig
+
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 96, bias=False), nn.Linear(96, 160), nn.Linear(160, 64, bias=False)])
+        config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+        convert_to_float8_training(self, config=config)
+        self.output = nn.Linear(64, 16)
+        self.checkpoints = False
+
+    def body(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+    def forward(self, x):
+        x = checkpoint(self.body, x, use_reentrant=False) if self.checkpoints else self.body(x)
+        return self.output(x)
+
+
+def train(model, reference, num_peers, rank, rtol=1e-6):
+    """Scales of activations are a rank's own: so the reference sees each rank's samples by themselves."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for step in range(3):
+        reference.load_state_dict(full_parameters(model))
+        for microbatch in range(2):
+            generator = torch.Generator().manual_seed(10 * step + microbatch)
+            batch = torch.randn(num_peers, 32, 64, generator=generator)
+            mine = model(batch[rank])
+            mean_square(mine).backward()
+            for peer in range(num_peers):
+                expected = reference(batch[peer])
+                (mean_square(expected) / num_peers).backward()
+                if peer == rank:
+                    assert torch.equal(mine, expected)
+                    losses.append(mean_square(expected).item())
+        assert_close_to_reference(*map(full_gradients, (model, reference)), f"gradient of step {step}", rtol)
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+    assert losses[-1] < losses[0]
+
+
+@ranks(4)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["", "checkpointed"])
+def test_trains_as_unsharded(rank, world_size, recipe, checkpoints):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dps", "gtp"))
+    model, reference = build_pair(lambda: Net(recipe, emulate=not checkpoints))
+    model.checkpoints = checkpoints
+    parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30, **replica_options(mesh)))
+    name = "fp8" if recipe == "tensorwise" else "fp8_rowwise"
+    assert [sharded_weight(layer).wire_name for layer in (*model.layers, model.output)] == [name] * 3 + ["fp32"]
+    train(model, reference, 4, rank)
+    reset_stats(model)
+    mean_square(model(torch.randn(32, 64))).backward()
+    found = stats(model)
+    numel = [layer.weight.numel() for layer in model.layers]
+    scales = 0 if name == "fp8" else [4 * layer.out_features for layer in model.layers]
+    forward = sum(numel) + (0 if name == "fp8" else sum(scales))
+    backward = sum(numel[1:])  # the input needs no gradient
+    output = 2 * 4 * model.output.weight.numel()
+    if checkpoints:
+        # Codes gathered for recompute serve the backward too, where both GEMMs read the same.
+        forward, backward = (forward + sum(numel), 0) if name == "fp8" else (2 * forward, backward)
+    assert found.gather_bytes == forward + backward + output
+    assert found.num_quantizations == 3  # after the last optimizer step
+
+
+@ranks(2)
+def test_one_gathered_in_high_precision_is_quantized_at_each_gemm(mesh, rank, world_size):
+    for recipe in RECIPES:
+        model, reference = build_pair(lambda: Net(recipe))
+        parallelize_module(model, mesh["gtp"], GTPStyle(GTPConfig(wire_format="bf16"), min_numel=30))
+        assert sharded_weight(model.layers[0]).wire is None
+        train(model, reference, 2, rank)
+
+
+@ranks(2)
+def test_other_formats_are_refused(mesh, rank, world_size):
+    for recipe, wire, read in (("tensorwise", "mxfp8", "'fp8'"), ("rowwise", "fp8", "'fp8_rowwise'")):
+        with pytest.raises(ValueError, match=rf"layers\.0\.weight: wire format '{wire}'.*Float8Linear.*{read}.*'auto'"):
+            parallelize_module(Net(recipe), mesh["gtp"], GTPStyle(GTPConfig(wire_format=wire), min_numel=30))
