@@ -114,3 +114,29 @@ def test_other_formats_are_refused(mesh, rank, world_size):
     for recipe, wire, read in (("tensorwise", "mxfp8", "'fp8'"), ("rowwise", "fp8", "'fp8_rowwise'")):
         with pytest.raises(ValueError, match=rf"layers\.0\.weight: wire format '{wire}'.*Float8Linear.*{read}.*'auto'"):
             parallelize_module(Net(recipe), mesh["gtp"], GTPStyle(GTPConfig(wire_format=wire), min_numel=30))
+
+
+@ranks(4)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_tensor_parallel_is_torchaos_own(rank, world_size, recipe):
+    """gtp peers read the same samples, so that the mean of their gradients is each one's: torchao's, to the last bit."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
+    pair = build_pair(lambda: Net(recipe))
+    plan = {
+        "layers.0": ColwiseParallel(),
+        "layers.1": RowwiseParallel(),
+        "layers.2": ColwiseParallel(use_local_output=False),
+    }
+    plan["output"] = RowwiseParallel()
+    for model in pair:
+        parallelize_module(model, mesh["tp"], plan)
+    parallelize_module(pair[0], mesh["gtp"], GTPStyle(min_numel=30))
+    assert sharded_weight(pair[0].layers[1]).wire is not None
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    outputs = [model(x) for model in pair]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        mean_square(output).backward()
+    found, expected = map(full_gradients, pair)
+    for name, grad in expected.items():
+        assert torch.equal(found[name], grad), name

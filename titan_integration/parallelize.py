@@ -29,6 +29,7 @@ from titan_integration.experts import (
     own_patterns,
 )
 from titan_integration.families import Family
+from titan_integration.float8 import prepare_float8
 from titan_integration.settings import check_gtp_job, gtp_config
 
 
@@ -164,6 +165,7 @@ def parallelize(family: Family, model: nn.Module, parallel_dims, job_config) -> 
     check_experts(job_config, family.num_experts(job_config.model.flavor))
     if not parallel_dims.pp_enabled:  # a stage has some of the weights only: `pipeline` has checked for the whole model
         check_patterns(model, job_config.gtp)
+    prepare_float8(model, job_config)
     if parallel_dims.tp_enabled:
         family.apply_tp(
             model,

@@ -9,6 +9,7 @@ import torch
 
 from gtp_dtensor.config import GTPConfig
 from titan_integration.compilation import check_compile
+from titan_integration.float8 import check_converters
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -138,14 +139,11 @@ def check_gtp_job(job_config) -> None:
         (parallelism.enable_async_tensor_parallel, "parallelism.enable_async_tensor_parallel", "set it to false"),
         (job_config.optimizer.early_step_in_backward, "optimizer.early_step_in_backward", "set it to false"),
     ]
-    refused += [
-        (name.startswith("quantize."), f"model.converters with {name!r}", "remove that converter")
-        for name in job_config.model.converters
-    ]
     for wrong, key, remedy in refused:
         if wrong:
             raise NotImplementedError(f"{key} is not supported together with gtp yet: {remedy}")
     check_compile(job_config)
+    check_converters(job_config)
 
 
 def describe(parallel_dims, config: GTPConfig | None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch.autograd.function import FunctionCtx
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor, Shard
 from torchao.float8.config import CastConfig, Float8LinearConfig, ScalingGranularity, ScalingType
 from torchao.float8.float8_linear import Float8Linear
@@ -131,6 +132,10 @@ class _Float8Linear(torch.autograd.Function):
 
 def float8_linear(module: Float8Linear, x: torch.Tensor) -> torch.Tensor:
     """``module(x)`` for a ``Float8Linear`` whose weight is sharded."""
+    if is_dynamo_compiling():
+        raise NotImplementedError(
+            "a Float8Linear under GTP is not served in compiled code yet: leave it uncompiled (torch.compiler.disable)"
+        )
     weight = weight_of(module, "weight")
     bias = None if module._parameters.get("bias") is None else use_small(module, "bias")
     x, _, _ = cast_inputs(x, None, weight.compute_dtype, weight.runtime.config.param_dtype is not None)
