@@ -24,6 +24,10 @@ from tests.reference import (
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def sharded_weight(linear):
     return linear.__dict__[STATE].weights["weight"]
 
@@ -75,8 +79,17 @@ def train(model, reference, num_peers, rank, rtol=1e-6):
 
 
 @ranks(4)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("checkpoints", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize(
+    "recipe, checkpoints",
+    [
+        ("tensorwise", True),
+        ("rowwise", False),
+        slow("rowwise_with_gw_hp", False),
+        slow("tensorwise", False),
+        slow("rowwise", True),
+        slow("rowwise_with_gw_hp", True),
+    ],
+)
 def test_trains_as_unsharded(rank, world_size, recipe, checkpoints):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dps", "gtp"))
     model, reference = build_pair(lambda: Net(recipe, emulate=not checkpoints))
@@ -117,7 +130,7 @@ def test_other_formats_are_refused(mesh, rank, world_size):
 
 
 @ranks(4)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["tensorwise", slow("rowwise"), slow("rowwise_with_gw_hp")])
 def test_tensor_parallel_is_torchaos_own(rank, world_size, recipe):
     """gtp peers read the same samples, so that the mean of their gradients is each one's: torchao's, to the last bit."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))

@@ -214,9 +214,9 @@ def test_a_checkpoint_resumes_at_another_degree(cache, titan_jobs, tmp_path):
 def test_off_is_torchtitan_bit_for_bit(cache, tmp_path):
     """Shards = TP: parameters, random state, state dict and 20 losses equal those of untouched torchtitan."""
     _, common = cache
-    results = []
-    for mode in ("stock", "ours"):
-        out, dump = tmp_path / f"{mode}.pt", tmp_path / mode
+    runs = {}
+    for mode in ("stock", "ours"):  # side by side
+        dump = tmp_path / mode
         options = [
             f"--job.config_file={DEBUG_TOML}",
             f"--job.dump_folder={dump}",
@@ -234,11 +234,14 @@ def test_off_is_torchtitan_bit_for_bit(cache, tmp_path):
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "0",
         }
-        command = [sys.executable, "-m", "tests.titan_runs", mode, str(out), *options]
-        run = subprocess.run(command, cwd=titan_runs.ROOT, env=environment, capture_output=True, text=True, timeout=300)
-        assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
-        results.append(torch.load(out))
-    stock, ours = results
+        command = [sys.executable, "-m", "tests.titan_runs", mode, str(tmp_path / f"{mode}.pt"), *options]
+        runs[mode] = subprocess.Popen(
+            command, cwd=titan_runs.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    for run in runs.values():
+        output, _ = run.communicate(timeout=300)
+        assert run.returncode == 0, output[-6000:]
+    stock, ours = (torch.load(tmp_path / f"{mode}.pt") for mode in runs)
     assert len(ours["losses"]) == 20 * 4  # four microbatches a step
     for key in ("initial", "parameters"):
         assert list(ours[key]) == list(stock[key])

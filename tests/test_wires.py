@@ -124,9 +124,9 @@ def slow(*values):
 @pytest.mark.parametrize(
     "sizes, tp_dim",
     [
-        ({"gtp": 4}, None),
+        slow({"gtp": 4}, None),
         ({"dps": 2, "gtp": 2}, None),
-        ({"gtp": 2, "tp": 2}, 0),
+        slow({"gtp": 2, "tp": 2}, 0),
         ({"gtp": 2, "tp": 2}, 1),
         slow({"dps": 2, "gtp": 1, "tp": 2}, 0),
         slow({"dps": 4, "gtp": 1}, None),
@@ -197,7 +197,7 @@ class Net(nn.Module):
 
 
 @ranks(4)
-@pytest.mark.parametrize("name", ["fp8", "fp8_rowwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", [slow("fp8"), slow("fp8_rowwise"), "mxfp8", "nvfp4"])
 def test_trains_as_a_model_that_rounds_its_weights(rank, world_size, name):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dps", "gtp"))
     model, reference = build_pair(Net)
