@@ -21,7 +21,7 @@ from .layout import new_dtensor, share_memory
 from .local import cast_arguments
 from .members import ROOT, STATE, ModuleState, RootState
 from .modes import in_backward
-from .wires import is_float8_linear
+from .wires import gemm_room
 
 
 @contextmanager
@@ -118,10 +118,9 @@ def explicit_forward(module: nn.Module, forwards: Mapping[type[nn.Module], Forwa
             return functional.linear
         if base.forward is nn.Embedding.forward:
             return functional.embedding
-        if is_float8_linear(module):
-            from .wire.float8_linear import float8_linear
-
-            return float8_linear
+        room = gemm_room(module)
+        if room is not None:
+            return room.forward
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,23 +72,30 @@ def choose_wires(plan: Plan) -> tuple[dict[int, WireFormat], list[str]]:
     return wires, small
 
 
-def is_float8_linear(module: nn.Module) -> bool:
-    """Whether it is torchao's, without importing torchao."""
-    return any(
-        base.__name__ == "Float8Linear" and base.__module__.startswith("torchao.") for base in type(module).__mro__
-    )
+def gemm_room(module: nn.Module) -> ModuleType | None:
+    """For linears whose GEMMs read quantized weights: the module of ours that serves them, with ``wire_of`` and ``forward``.
+    Imports torchao only where such a linear is met."""
+    for base in type(module).__mro__:
+        if base.__name__ == "Float8Linear" and base.__module__.startswith("torchao."):
+            from .wire import float8_linear
+
+            return float8_linear
+        if base.__name__ == "MXLinear" and base.__module__ == f"{__package__}.wire.mx_linear":
+            from .wire import mx_linear
+
+            return mx_linear
+    return None
 
 
 def _wire(module: nn.Module, name: str, fqn: str) -> WireFormat | None:
-    if not is_float8_linear(module):
+    room = gemm_room(module)
+    if room is None:
         return None if name == _AUTO else wire_format(name)
-    from .wire.float8_linear import wire_of
-
-    wire = wire_of(module)
+    wire = room.wire_of(module)
     if name == _AUTO or wire is not None and name == wire.name:
         return wire
     raise ValueError(
-        f"{fqn}: wire format '{name}' for a Float8Linear, whose GEMMs read "
+        f"{fqn}: wire format '{name}' for {type(module).__name__}, whose GEMMs read "
         f"{'high precision' if wire is None else repr(wire.name)}: use 'auto', or 'bf16' to quantize at each of them"
     )
 

@@ -125,7 +125,9 @@ def test_one_gathered_in_high_precision_is_quantized_at_each_gemm(mesh, rank, wo
 @ranks(2)
 def test_other_formats_are_refused(mesh, rank, world_size):
     for recipe, wire, read in (("tensorwise", "mxfp8", "'fp8'"), ("rowwise", "fp8", "'fp8_rowwise'")):
-        with pytest.raises(ValueError, match=rf"layers\.0\.weight: wire format '{wire}'.*Float8Linear.*{read}.*'auto'"):
+        with pytest.raises(
+            ValueError, match=rf"layers\.0\.weight: wire format '{wire}' for Float8Linear.*{read}.*'auto'"
+        ):
             parallelize_module(Net(recipe), mesh["gtp"], GTPStyle(GTPConfig(wire_format=wire), min_numel=30))
 
 

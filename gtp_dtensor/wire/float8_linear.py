@@ -130,7 +130,7 @@ class _Float8Linear(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None
 
 
-def float8_linear(module: Float8Linear, x: torch.Tensor) -> torch.Tensor:
+def forward(module: Float8Linear, x: torch.Tensor) -> torch.Tensor:
     """``module(x)`` for a ``Float8Linear`` whose weight is sharded."""
     if is_dynamo_compiling():
         raise NotImplementedError(
