@@ -510,7 +510,7 @@ class WaitingLlama(TinyLlama):
 
 
 @ranks(4, timeout=300, group_timeout=200, device=BOTH)
-@pytest.mark.parametrize("ac", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("ac", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "checkpointed"])
 @backends
 def test_llama_with_tensor_parallel(rank, device, ac, backend):
     fresh()
