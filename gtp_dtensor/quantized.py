@@ -127,8 +127,7 @@ class QuantizedShard:
             elif self._replicas_hold_whole_blocks(weight):
                 self._gather_quantized(weight, rows, runtime.domain.shard_transport)
             else:
-                piece = rows.new_zeros(cut.resized(rows.shape, cut.padded))
-                cut.first(piece, rows.shape[cut.dim]).copy_(rows)
+                piece = _padded(rows, cut.padded, cut.dim).contiguous()
                 gathered = rows.new_empty(cut.resized(rows.shape, cut.buffer_rows))
                 transfer = runtime.domain.shard_transport.all_gather(gathered, piece, cut.dim)
                 transfer.wait()
@@ -146,9 +145,10 @@ class QuantizedShard:
         """Parts of ``rows``, which begin at ``first`` in the weight, padded with zeros to ``length`` along ``dim``."""
         rows = _padded(rows, length, dim)
         amax = {}
-        for key, slot in self.amax.items():
+        for key, shape in self.slot_shapes().items():
+            slot = self.amax[key]
             for cut_dim, start in first.items():
-                if self.slot_shapes()[key][cut_dim] > 1:
+                if shape[cut_dim] > 1:
                     slot = slot.narrow(cut_dim, start, min(rows.shape[cut_dim], slot.shape[cut_dim] - start))
                     slot = _padded(slot, rows.shape[cut_dim], cut_dim)
             amax[key] = slot
@@ -160,14 +160,15 @@ class QuantizedShard:
         dim = self.cut.dim
         num_rows = rows.shape[dim]
         if num_rows == 0:
-            self._store({view: self._zeros(view, rows.device) for view in self.wire.views})
+            self._store({view: self._zeros(view, self._send_shape, rows.device) for view in self.wire.views})
             return
         first = {dim: self._first_row}
         self._store(self._quantized(rows, first, self.cut.chunk, dim))
 
-    def _zeros(self, view: View, device: torch.device) -> Parts:
-        shapes = self.wire.part_shapes(view, self._send_shape)
-        return tuple(torch.zeros(shape, dtype=torch.uint8, device=device) for shape in shapes)
+    def _zeros(self, view: View, shape: torch.Size, device: torch.device) -> Parts:
+        """Parts of matrices of ``shape`` that nobody has quantized."""
+        shapes = self.wire.part_shapes(view, shape)
+        return tuple(torch.zeros(part, dtype=torch.uint8, device=device) for part in shapes)
 
     def _store(self, views: dict[View, Parts]) -> None:
         """Keep the memory of before, if it is of the same device."""
@@ -182,25 +183,18 @@ class QuantizedShard:
     def _gather_quantized(self, weight: ShardedWeight, rows: torch.Tensor, transport: CollectiveTransport) -> None:
         """Each replica quantizes what it stores, and all send that to each other."""
         cut = weight.replica_cut
-        first = self._place(weight)
-        shape = cut.resized(rows.shape, cut.padded)
         if rows.numel():
-            mine = self._quantized(rows, first, cut.padded, cut.dim)
+            mine = self._quantized(rows, self._place(weight), cut.padded, cut.dim)
         else:
-            mine = {
-                view: tuple(
-                    torch.zeros(part, dtype=torch.uint8, device=rows.device)
-                    for part in self.wire.part_shapes(view, shape)
-                )
-                for view in self.wire.views
-            }
+            shape = cut.resized(rows.shape, cut.padded)
+            mine = {view: self._zeros(view, shape, rows.device) for view in self.wire.views}
         views = {}
         for view, parts in mine.items():
             whole = cut.resized(rows.shape, cut.buffer_rows)
             buffers = tuple(part.new_empty(s) for part, s in zip(parts, self.wire.part_shapes(view, whole)))
             transfer = transport.all_gather_parts(buffers, parts, cut.dim)
             transfer.wait()
-            sent = self._zeros(view, rows.device)
+            sent = self._zeros(view, self._send_shape, rows.device)
             for buffer, part in zip(buffers, sent):
                 for dim in range(part.dim()):
                     buffer = buffer.narrow(dim, 0, min(buffer.shape[dim], part.shape[dim]))

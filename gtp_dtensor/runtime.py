@@ -298,10 +298,10 @@ class Runtime:
             lease.prefetched = False
         else:
             lease, weight.next_lease = weight.next_lease, None
-        if lease is None:
-            return None
-        is_other_view = weight.quantized is not None and lease.view is not weight.quantized.view_of(kind)
-        if lease.generation != weight.generation or is_other_view:
+        quantized = weight.quantized
+        if lease is not None and (
+            lease.generation != weight.generation or quantized is not None and lease.view is not quantized.view_of(kind)
+        ):
             lease.end()
             return None
         return lease
@@ -403,8 +403,7 @@ class Runtime:
                 self.drop(weight.next_lease)
 
     def _has_room_to_keep(self, weight: ShardedWeight) -> bool:
-        quantized = weight.quantized
-        if quantized is not None and quantized.view_of(_RECOMPUTE) is not quantized.view_of(_BACKWARD):
+        if weight.quantized is not None and len(weight.quantized.wire.views) > 1:  # the backward reads another
             return False
         if weight.kept_lease is not None or weight.gathered_bytes == 0:
             return weight.kept_lease is None

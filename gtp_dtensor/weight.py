@@ -130,16 +130,14 @@ class Lease:
 
     def read_local(self) -> torch.Tensor:
         """The gathered weight in its TP-local shape, plain."""
-        weight = self.weight
-        if self.state is not _READY:
-            raise RuntimeError(f"{weight.fqn}: read of a gathered weight that is '{self.state.value}'")
+        weight, buffer = self.weight, self.parts
         if weight.quantized is not None:
-            return weight.quantized.read(self.view, self._buffer, weight)
-        return self._buffer if weight.is_buffer_exact else weight.cut.unpack(self._buffer)
+            return weight.quantized.read(self.view, buffer, weight)
+        return buffer if weight.is_buffer_exact else weight.cut.unpack(buffer)
 
     @property
-    def parts(self) -> Parts:
-        """What was gathered of a weight that travels quantized. READY only."""
+    def parts(self) -> torch.Tensor | Parts:
+        """What was gathered, as it arrived. READY only."""
         if self.state is not _READY:
             raise RuntimeError(f"{self.weight.fqn}: read of a gathered weight that is '{self.state.value}'")
         return self._buffer

@@ -10,13 +10,14 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from .config import WIRE_FORMATS
 from .quantized import matrices
-from .wire import QUANTIZED, WireFormat, wire_format
+from .wire import WireFormat, wire_format
 
 if TYPE_CHECKING:
     from .plan import Plan
 
-AS_IT_IS = "bf16"
+_AS_IT_IS = "bf16"
 _AUTO = "auto"
 # Modules that travel as they are by default, like embeddings: quantizing logits' weights costs most and saves least.
 _OUTPUT_NAMES = ("output", "lm_head")
@@ -35,10 +36,10 @@ def choose_wires(plan: Plan) -> tuple[dict[int, WireFormat], list[str]]:
     overrides = style.wire_format_overrides
     names = {below: id(param) for _, _, _, below, _, param in plan.entries}
     for pattern, name in overrides.items():
-        if name not in (AS_IT_IS, *QUANTIZED, _AUTO):
+        if name not in WIRE_FORMATS:
             raise ValueError(
                 f"GTPStyle(wire_format_overrides=...): '{pattern}' = '{name}' is no wire format; choose one of "
-                f"{', '.join((AS_IT_IS, *QUANTIZED, _AUTO))}"
+                f"{', '.join(WIRE_FORMATS)}"
             )
         matched = fnmatch.filter(names, pattern)
         if not any(names[below] in plan.sharded for below in matched):
@@ -57,9 +58,9 @@ def choose_wires(plan: Plan) -> tuple[dict[int, WireFormat], list[str]]:
             chosen.setdefault(id(param), set()).add(_choice(module, module_name, below, default, overrides))
     wires, small = {}, []
     for module, _, _, below, fqn, param in plan.entries:
-        choices = chosen.get(id(param), {AS_IT_IS})
-        name = AS_IT_IS if AS_IT_IS in choices else min(choices)  # of a tied weight's owners one that wants it exact
-        wire = None if name == AS_IT_IS or id(param) in wires else _wire(module, name, fqn)
+        choices = chosen.get(id(param), {_AS_IT_IS})
+        name = _AS_IT_IS if _AS_IT_IS in choices else min(choices)  # of a tied weight's owners one that wants it exact
+        wire = None if name == _AS_IT_IS or id(param) in wires else _wire(module, name, fqn)
         if wire is None:
             continue
         local = param._local_tensor if isinstance(param, DTensor) else param
@@ -105,7 +106,7 @@ def _choice(module: nn.Module, module_name: str, below: str, default: str, overr
         if fnmatch.fnmatchcase(below, pattern):
             return name
     is_output = module_name.rpartition(".")[2] in _OUTPUT_NAMES
-    return AS_IT_IS if isinstance(module, nn.Embedding) or is_output else default
+    return _AS_IT_IS if isinstance(module, nn.Embedding) or is_output else default
 
 
 def _check_shape(fqn: str, wire: WireFormat, shape: torch.Size, param: torch.Tensor, below: str) -> None:

@@ -32,17 +32,15 @@ def sharded_weight(linear):
     return linear.__dict__[STATE].weights["weight"]
 
 
-class Net(nn.Module):
-    def __init__(self, recipe, emulate=True):
-        from torchao.float8 import convert_to_float8_training
-        from torchao.float8.config import Float8LinearConfig
+class TanhNet(nn.Module):
+    """Linears that ``convert`` changes, and one at the end that it does not."""
 
+    def __init__(self, convert, checkpoints=False):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(64, 96, bias=False), nn.Linear(96, 160), nn.Linear(160, 64, bias=False)])
-        config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
-        convert_to_float8_training(self, config=config)
+        convert(self.layers)
         self.output = nn.Linear(64, 16)
-        self.checkpoints = False
+        self.checkpoints = checkpoints
 
     def body(self, x):
         for layer in self.layers:
@@ -52,6 +50,15 @@ class Net(nn.Module):
     def forward(self, x):
         x = checkpoint(self.body, x, use_reentrant=False) if self.checkpoints else self.body(x)
         return self.output(x)
+
+
+class Net(TanhNet):
+    def __init__(self, recipe, emulate=True, checkpoints=False):
+        from torchao.float8 import convert_to_float8_training
+        from torchao.float8.config import Float8LinearConfig
+
+        config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+        super().__init__(lambda layers: convert_to_float8_training(layers, config=config), checkpoints)
 
 
 def train(model, reference, num_peers, rank, rtol=1e-6):
@@ -92,8 +99,7 @@ def train(model, reference, num_peers, rank, rtol=1e-6):
 )
 def test_trains_as_unsharded(rank, world_size, recipe, checkpoints):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dps", "gtp"))
-    model, reference = build_pair(lambda: Net(recipe, emulate=not checkpoints))
-    model.checkpoints = checkpoints
+    model, reference = build_pair(lambda: Net(recipe, not checkpoints, checkpoints))
     parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30, **replica_options(mesh)))
     name = "fp8" if recipe == "tensorwise" else "fp8_rowwise"
     assert [sharded_weight(layer).wire_name for layer in (*model.layers, model.output)] == [name] * 3 + ["fp32"]

@@ -5,32 +5,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 from gtp_dtensor import GTPConfig, GTPStyle, reset_stats, stats
 from tests.harness import ranks
 from tests.reference import build_pair, mean_square, replica_options
-from tests.test_float8_linear import sharded_weight, slow, train
+from tests.test_float8_linear import TanhNet, sharded_weight, slow, train
 
 
-class Net(nn.Module):
+class Net(TanhNet):
     def __init__(self, checkpoints=False, **options):
         from gtp_dtensor.wire.mx_linear import convert_to_mx_training
 
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(64, 96, bias=False), nn.Linear(96, 160), nn.Linear(160, 64, bias=False)])
-        convert_to_mx_training(self, **options)
-        self.output = nn.Linear(64, 16)
-        self.checkpoints = checkpoints
-
-    def body(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-    def forward(self, x):
-        x = checkpoint(self.body, x, use_reentrant=False) if self.checkpoints else self.body(x)
-        return self.output(x)
+        super().__init__(lambda layers: convert_to_mx_training(layers, **options), checkpoints)
 
 
 def options_of(case):

@@ -15,7 +15,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.tools.utils import device_type
 
 from gtp_dtensor import GTPStyle
-from gtp_dtensor.wire import QUANTIZED
+from gtp_dtensor.config import WIRE_FORMATS
 from titan_integration.compilation import checkpoint_by_operator, compiles_model, is_by_operator, wait_before_blocks
 from titan_integration.context_parallel import apply_context_parallel, titan_context_parallel_on_cpu
 from titan_integration.experts import (
@@ -124,9 +124,9 @@ def check_patterns(model: nn.Module, section) -> None:
                     f"[gtp] {key}: pattern {pattern!r} matches nothing; names of weights are such as {', '.join(names[:5])}"
                 )
     for pattern, name in section.wire_format_overrides.items():
-        if name not in ("bf16", *QUANTIZED):
+        if name not in WIRE_FORMATS:
             raise ValueError(
-                f"[gtp] wire_format_overrides: {pattern!r} = {name!r}: choose one of {', '.join(('bf16', *QUANTIZED))}"
+                f"[gtp] wire_format_overrides: {pattern!r} = {name!r}: choose one of {', '.join(WIRE_FORMATS)}"
             )
 
 

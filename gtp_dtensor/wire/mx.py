@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
+from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
 from .base import Amax, Parts, View, WireFormat, as_bytes, resized
 
@@ -44,11 +45,13 @@ class MXFloat8(WireFormat):
     def _quantize(self, rows: torch.Tensor) -> MXTensor:
         return MXTensor.to_mx(rows, torch.float8_e4m3fn, _BLOCK, self.mode)
 
-    def tensor(self, view: View, parts: Parts, dtype: torch.dtype) -> MXTensor:
+    def tensor(
+        self, view: View, parts: Parts, dtype: torch.dtype, kernels: KernelPreference = KernelPreference.EMULATED
+    ) -> MXTensor:
         """torchao's tensor: (..., rows, columns), or for the backward (..., columns, rows)."""
         codes, scales = parts if view is View.ROWS else (part.transpose(-2, -1).contiguous() for part in parts)
         codes, scales = codes.view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu)
-        return MXTensor.from_qdata_and_scales(codes, scales, dtype, block_size=_BLOCK)
+        return MXTensor.from_qdata_and_scales(codes, scales, dtype, block_size=_BLOCK, kernel_preference=kernels)
 
     def dequantize(self, view, parts, shape, amax, dtype) -> torch.Tensor:
         values = self.tensor(view, parts, dtype).dequantize(dtype)

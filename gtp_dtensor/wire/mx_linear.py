@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 import torch
 import torch.nn as nn
-from torch.autograd.function import FunctionCtx
-from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor
 from torchao.prototype.mx_formats.config import (
     MXFP8Dim0CastKernelChoice,
@@ -22,12 +20,10 @@ from torchao.prototype.mx_formats.mx_linear import mx_mm
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-from ..functional import Edge, engine_edges, once_differentiable, param_edge, reduce_weight_grad, use_small
-from ..local import cast_inputs
 from ..members import weight_of
-from ..schedule import Kind
-from ..weight import Lease, ShardedWeight
+from ..weight import Lease
 from .base import View
+from .linear import linear
 from .mx import MXFloat8
 
 _E4M3, _BLOCK = torch.float8_e4m3fn, 32
@@ -118,74 +114,39 @@ def wire_of(module: MXLinear) -> MXFloat8:
     return MXFloat8(True, module.mode)
 
 
-def _cast(tensor: torch.Tensor, module: MXLinear) -> torch.Tensor:
-    return MXTensor.to_mx(tensor.contiguous(), _E4M3, _BLOCK, module.mode, _kernels(module))
+class _GEMMs:
+    """See linear.GEMMs."""
 
+    def __init__(self, module: MXLinear) -> None:
+        self._mode, self._kernels, self._wgrad_with_hp = module.mode, _kernels(module), module.wgrad_with_hp
 
-def _weight(lease: Lease, module: MXLinear, view: View, dtype: torch.dtype) -> torch.Tensor:
-    """torchao's tensor: (out, in) with blocks along in, or for the backward (in, out) with blocks along out."""
-    quantized = lease.weight.quantized
-    if quantized is None:
-        w = lease.read_local().to(dtype)
-        return _cast(w if view is View.ROWS else w.t(), module)
-    parts = quantized.whole(view, lease.parts)
-    codes, scales = parts if view is View.ROWS else (part.t().contiguous() for part in parts)
-    codes, scales = codes.view(_E4M3), scales.view(torch.float8_e8m0fnu)
-    return MXTensor.from_qdata_and_scales(codes, scales, dtype, block_size=_BLOCK, kernel_preference=_kernels(module))
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return MXTensor.to_mx(tensor.contiguous(), _E4M3, _BLOCK, self._mode, self._kernels)
 
+    def _weight(self, lease: Lease, view: View, dtype: torch.dtype) -> torch.Tensor:
+        """torchao's tensor: (out, in) with blocks along in, or for the backward (in, out) with blocks along out."""
+        quantized = lease.weight.quantized
+        if quantized is None:
+            w = lease.read_local().to(dtype)
+            return self._cast(w if view is View.ROWS else w.t())
+        return quantized.wire.tensor(view, quantized.whole(view, lease.parts), dtype, self._kernels)
 
-class _MXLinear(torch.autograd.Function):
-    """y = x W^T, W gathered for this call only; see functional._Linear."""
+    def output(self, x_rows: torch.Tensor, lease: Lease) -> torch.Tensor:
+        return torch.mm(self._cast(x_rows), self._weight(lease, View.ROWS, x_rows.dtype).t())
 
-    @staticmethod
-    def forward(ctx: FunctionCtx, x, param, weight: ShardedWeight, kind: Kind, module: MXLinear):
-        runtime = weight.runtime
-        lease = runtime.acquire(weight, kind)
-        y = torch.mm(_cast(x.reshape(-1, x.shape[-1]), module), _weight(lease, module, View.ROWS, x.dtype).t())
-        runtime.release(lease)
-        ctx.use = weight, param, module, weight.num_writes
-        ctx.save_for_backward(x if param.requires_grad else None)
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+    def input_grad(self, grad_rows: torch.Tensor, lease: Lease) -> torch.Tensor:
+        return torch.mm(self._cast(grad_rows), self._weight(lease, View.COLUMNS, grad_rows.dtype).t())
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
-        (x,) = ctx.saved_tensors
-        weight, param, module, num_writes = ctx.use
-        runtime = weight.runtime
-        edges = engine_edges()
-        grad_x = grad_weight = None
-        rows = grad_y.reshape(-1, grad_y.shape[-1])
-        if edges[0] is not Edge.UNUSED:
-            lease = runtime.acquire(weight, Kind.BACKWARD, True, num_writes)
-            grad_x = torch.mm(_cast(rows, module), _weight(lease, module, View.COLUMNS, grad_y.dtype).t())
-            runtime.release(lease)
-            grad_x = grad_x.reshape(*grad_y.shape[:-1], grad_x.shape[-1])
-        else:
-            runtime.enter()
-        weight_edge = param_edge(param, edges[1])
-        if weight_edge is not Edge.UNUSED:
-            runtime.reducer.make_room()
-            x_rows = x.reshape(-1, x.shape[-1])
-            if module.wgrad_with_hp:
-                grad = torch.mm(rows.t(), x_rows)
-            else:
-                grad = torch.mm(_cast(rows.t(), module), _cast(x_rows.t(), module).t())
-            grad_weight = reduce_weight_grad(weight, param, grad, weight_edge)
-        return grad_x, grad_weight, None, None, None
+    def weight_grad(self, grad_rows: torch.Tensor, x_rows: torch.Tensor) -> torch.Tensor:
+        if self._wgrad_with_hp:
+            return torch.mm(grad_rows.t(), x_rows)
+        return torch.mm(self._cast(grad_rows.t()), self._cast(x_rows.t()).t())
 
 
 def forward(module: MXLinear, x: torch.Tensor) -> torch.Tensor:
     """``module(x)`` for an ``MXLinear`` whose weight is sharded."""
-    if is_dynamo_compiling():
-        raise NotImplementedError(
-            "an MXLinear under GTP is not served in compiled code yet: leave it uncompiled (torch.compiler.disable)"
-        )
     weight = weight_of(module, "weight")
-    if weight.tp is not None or isinstance(x, DTensor):
+    if weight.tp is not None or isinstance(x, DTensor):  # also where it is gathered in high precision
         raise NotImplementedError(f"{weight.fqn}: an MXLinear under GTP is not served with tensor parallelism yet")
     check_tokens(module, x)
-    bias = None if module._parameters.get("bias") is None else use_small(module, "bias")
-    x, _, _ = cast_inputs(x, None, weight.compute_dtype, weight.runtime.config.param_dtype is not None)
-    y = _MXLinear.apply(x, weight.param, weight, weight.runtime.forward_kind(), module)
-    return y if bias is None else y + bias.to(y.dtype)
+    return linear(module, x, _GEMMs)
