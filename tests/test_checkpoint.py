@@ -49,7 +49,7 @@ ALL = {kind: list(topologies) for kind, topologies in TOPOLOGIES.items()}
 @pytest.mark.parametrize(
     "kind, source, destinations",
     [
-        ("dense", "dps2_gtp2_tp2", ["dps2_gtp2_tp2", "gtp3", "single"]),
+        ("dense", "gtp2_tp2", ["dps2_gtp3", "single"]),
         ("moe", "gtp2_egtp2_ep2_of8", ["gtp3_egtp3"]),
         *(pytest.param(k, source, ALL[k], marks=pytest.mark.slow) for k in ALL for source in ALL[k]),
     ],

@@ -45,7 +45,8 @@ class JsonlMetricsProcessor(MetricsProcessor):
 
     Keys: step; loss (mean over all tokens of the global batch) and max_loss (largest mean of a rank); grad_norm (before
     clipping); lr; num_tokens (of all ranks since the beginning); seconds (since the record before, validation and
-    checkpoints included). With pipelining only the rank that knows the loss writes.
+    checkpoints included); peak_memory_bytes (of this rank since the last line of the log; on a CPU of the process since
+    its start). With pipelining only the rank that knows the loss writes.
     """
 
     def __init__(self, job_config, parallel_dims, tag: str | None = None) -> None:
@@ -73,6 +74,7 @@ class JsonlMetricsProcessor(MetricsProcessor):
                     "lr": extra.get("lr"),
                     "num_tokens": extra.get("n_tokens_seen"),
                     "seconds": now - self._last_time,
+                    "peak_memory_bytes": round(self.device_memory_monitor.get_peak_stats().max_active_gib * 2**30),
                 }
             )
         self._last_time = now

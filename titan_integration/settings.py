@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
+from gtp_dtensor import ScheduleRow
 from gtp_dtensor.config import GTPConfig
 from titan_integration.compilation import check_compile
 from titan_integration.float8 import check_converters
@@ -159,3 +161,14 @@ def describe(parallel_dims, config: GTPConfig | None) -> str:
     if config is None:
         return f"GTP disabled (torchtitan as it is). Degrees: {degrees_text}"
     return f"GTP enabled. {config}. Degrees: {degrees_text}"
+
+
+def describe_gathers(schedule: Iterable[ScheduleRow]) -> str:
+    """One line on what a step gathers, by format. ``schedule``: of `gtp_dtensor.schedule_table`."""
+    issued = [row for row in schedule if row.issued_at is not None]
+    formats = []
+    for name in sorted({row.format for row in issued}):
+        sizes = [row.num_bytes for row in issued if row.format == name]
+        formats.append(f"{len(sizes)} as {name} ({sum(sizes) / 2**20:.2f} MiB)")
+    on_demand = sum(row.issued_at == row.position for row in issued)
+    return f"GTP gathers of the last step: {', '.join(formats) or 'none'}; {on_demand} of them issued at the use itself"

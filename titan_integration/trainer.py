@@ -16,7 +16,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module, device_type
 
-from gtp_dtensor import finalize_grads, set_requires_gradient_sync
+from gtp_dtensor import finalize_grads, schedule_table, set_requires_gradient_sync
 from titan_integration import cpu
 from titan_integration.checkpoint import GTPCheckpointManager, check_checkpoint
 from titan_integration.context_parallel import check_context_parallel
@@ -25,7 +25,7 @@ from titan_integration.dims import GTPParallelDims
 from titan_integration.experts import check_experts, drop_token_counts
 from titan_integration.families import families
 from titan_integration.gradients import clip_exactly, correct_scale, write_whole_gradients
-from titan_integration.settings import check_gtp_job, describe, gtp_config
+from titan_integration.settings import check_gtp_job, describe, describe_gathers, gtp_config
 
 
 def set_timeouts(timeout: timedelta) -> None:
@@ -208,6 +208,8 @@ class GTPTrainer(titan_train.Trainer):
     def train(self) -> None:
         """Trains to the end."""
         super().train()
+        if self.parallel_dims.gtp_enabled and dist.get_rank() == 0:
+            logger.info(describe_gathers(row for part in self.model_parts for row in schedule_table(part)))
         self._ended_well = True
 
     def close(self) -> None:
