@@ -13,6 +13,7 @@ whose text has every failing rank's message).
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import io
 import os
 from collections.abc import Iterable
@@ -203,9 +204,8 @@ class CheckedFileSystemReader(FileSystemReader):
         hint = index.index if index.index is not None and 0 <= index.index < len(saved.chunks) else 0
         places = (saved.chunks[hint], *saved.chunks)
         shape = next((tuple(chunk.sizes) for chunk in places if chunk.offsets == index.offset), None)
-        part.seek(0)
         try:
-            tensor = torch.load(part, map_location="cpu", weights_only=True)
+            tensor = _load_tensor(part)
         except Exception as error:
             raise ValueError(f"{key}: not loaded, it is more than a tensor, or broken: {error}") from error
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
@@ -305,6 +305,18 @@ class _BytesCheck(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         _load_safely(read_item, value)
+
+
+def _load_tensor(part: Slice) -> torch.Tensor:
+    """What a chunk's file holds. A weight that torchao's float8 training made a subclass of, for FSDP2 to gather in
+    float8, is given as it was before that."""
+    part.seek(0)
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(part)
+    if any(name.startswith("torchao.float8.") for name in names):
+        importlib.import_module("torchao.float8")  # declares its classes safe to load
+    part.seek(0)
+    tensor = torch.load(part, map_location="cpu", weights_only=True)
+    return tensor._tensor if type(tensor).__name__ == "WeightWithDynamicFloat8CastTensor" else tensor
 
 
 def _load_safely(read_item: ReadItem, value: io.BytesIO) -> Any:

@@ -7,6 +7,8 @@ import io
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -26,6 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 from gtp_dtensor import CheckedFileSystemReader, CheckedLoadPlanner
 from gtp_dtensor.checkpoint_metadata import chunk_fault
 from tests.test_checkpoint import inspect_checkpoint
+
+ROOT = Path(__file__).parent.parent
 
 
 def small_state(value: float = 0.0) -> dict:
@@ -341,3 +345,30 @@ def test_the_table_escapes_names(tmp_path, capsys):
     assert inspect_checkpoint().main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and lines[1].startswith("a\\x1b[2J\\n3 tensors  (2,)")
+
+
+_SAVE_FLOAT8 = """
+import sys, torch, torch.distributed.checkpoint as dcp
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+weight = WeightWithDynamicFloat8CastTensor(torch.arange(12.0).view(4, 3), None, torch.float8_e4m3fn)
+dcp.save({"weight": torch.nn.Parameter(weight)}, checkpoint_id=sys.argv[1], no_dist=True)
+"""
+_LOAD_FLOAT8 = """
+import sys, torch, torch.distributed.checkpoint as dcp
+from gtp_dtensor import CheckedFileSystemReader, CheckedLoadPlanner
+state = {"weight": torch.zeros(4, 3)}
+assert "torchao" not in sys.modules
+dcp.load(state, storage_reader=CheckedFileSystemReader(sys.argv[1]), planner=CheckedLoadPlanner(), no_dist=True)
+assert "torchao" in sys.modules and type(state["weight"]) is torch.Tensor
+assert torch.equal(state["weight"], torch.arange(12.0).view(4, 3))
+"""
+
+
+@pytest.mark.slow
+def test_float8_weights_of_fsdp2_load_without_torchao_imported(tmp_path):
+    """torchtitan's FSDP2 with ``enable_fsdp_float8_all_gather`` saves subclasses of torchao's."""
+    for program in (_SAVE_FLOAT8, _LOAD_FLOAT8):
+        result = subprocess.run(
+            [sys.executable, "-c", program, tmp_path / "folder"], capture_output=True, text=True, cwd=ROOT, timeout=120
+        )
+        assert result.returncode == 0, result.stderr[-3000:]

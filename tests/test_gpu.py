@@ -178,7 +178,11 @@ def poisoned_memory():
     def poisoned(self):
         buffer = self._buffer
         end(self)
-        buffer.fill_(float("nan"))
+        if not isinstance(buffer, tuple):
+            buffer.fill_(float("nan"))
+            return
+        for part in buffer:
+            part.fill_(255)  # NaN of e4m3 and of e8m0
 
     Lease.end = poisoned
     try:
@@ -193,7 +197,7 @@ def slow(what: str, rank: int):
     each collective: then it is in flight on all the others for as long."""
     transport = CollectiveTransport
     gather, reduce, all_reduce = transport.all_gather, transport.reduce_scatter, transport.start_all_reduce
-    wait = Transfer.wait
+    gather_parts, wait = transport.all_gather_parts, Transfer.wait
 
     def late(collective):
         def call(self, *args, **kwargs):
@@ -208,7 +212,7 @@ def slow(what: str, rank: int):
         torch.cuda._sleep(SLEEP)
 
     if what == "gather":
-        transport.all_gather = late(gather)
+        transport.all_gather, transport.all_gather_parts = late(gather), late(gather_parts)
     elif what == "reduce":
         transport.reduce_scatter, transport.start_all_reduce = late(reduce), late(all_reduce)
     elif what == "compute":
@@ -217,6 +221,7 @@ def slow(what: str, rank: int):
         yield
     finally:
         transport.all_gather, transport.reduce_scatter, transport.start_all_reduce = gather, reduce, all_reduce
+        transport.all_gather_parts = gather_parts
         Transfer.wait = wait
 
 
@@ -243,6 +248,19 @@ def _weights_after_steps(rank, world_size, device, config, replicas=None, num_st
 def test_no_wait_is_missing(rank, world_size, device, what, param_dtype, replicas):
     """Equal neighbours, released memory poisoned, one stream made late: not a bit changes."""
     config = GTPConfig(param_dtype=param_dtype, look_ahead=2)
+    expected = _weights_after_steps(rank, world_size, device, config, replicas)
+    with poisoned_memory(), slow(what, rank):
+        weights = _weights_after_steps(rank, world_size, device, config, replicas)
+    for name, value in weights.items():
+        assert torch.isfinite(value).all() and torch.equal(value, expected[name]), name
+
+
+@on_gpu
+@pytest.mark.parametrize("replicas", [None, "dps"])
+@pytest.mark.parametrize("what", ["gather", "compute"])
+@pytest.mark.parametrize("wire", ["fp8_rowwise", "mxfp8", "nvfp4"])
+def test_no_wait_is_missing_for_quantized_weights(rank, world_size, device, what, wire, replicas):
+    config = GTPConfig(param_dtype=torch.bfloat16, look_ahead=2, wire_format=wire)
     expected = _weights_after_steps(rank, world_size, device, config, replicas)
     with poisoned_memory(), slow(what, rank):
         weights = _weights_after_steps(rank, world_size, device, config, replicas)
@@ -338,11 +356,14 @@ def test_allocated_memory_is_flat_over_200_steps(device, replicas):
 
 
 @on_gpu
-@pytest.mark.parametrize("replicas", [None, "dps", "dpr"])
-def test_no_host_synchronisation_inside_a_step(device, replicas):
+@pytest.mark.parametrize(
+    "replicas, wire",
+    [(None, "bf16"), ("dps", "bf16"), ("dpr", "bf16"), (None, "fp8"), ("dps", "mxfp8"), (None, "nvfp4")],
+)
+def test_no_host_synchronisation_inside_a_step(device, replicas, wire):
     model = MLP((64, 128, 128, 64)).to(device)
     gtp_mesh, options = meshes(replicas)
-    parallelize_module(model, gtp_mesh, GTPStyle(GTPConfig(param_dtype=torch.bfloat16), **options))
+    parallelize_module(model, gtp_mesh, GTPStyle(GTPConfig(param_dtype=torch.bfloat16, wire_format=wire), **options))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(4, 64, device=device)
 

@@ -69,14 +69,14 @@ def sharded_weight(linear):
     return linear.__dict__[STATE].weights["weight"]
 
 
-def check_bits(sizes, tp_dim):
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+def check_bits(sizes, tp_dim, device="cpu"):
+    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     tp_size = sizes.get("tp", 1)
     # 512: even. 384 (768 over tp): at 4 ranks cut inside a block of 128. 328, 40: in every block but rows. 128: ranks without a block.
     rows = [512, 768, 256] if tp_dim is not None else [512, 384, 328, 128, 40]
     for name in ALL:
         torch.manual_seed(0)
-        model = Weights(rows, 512 if tp_dim == 1 else 256)
+        model = Weights(rows, 512 if tp_dim == 1 else 256).to(device)
         with torch.no_grad():
             for linear in model.linears:  # outliers, small values and a row of zeros
                 linear.weight.mul_(torch.rand_like(linear.weight) ** 4)
@@ -111,9 +111,9 @@ def check_bits(sizes, tp_dim):
         assert num_quantized == len(rows) - (name == "fp8_block" and 40 in rows)
 
 
-@ranks(2)
-def test_what_arrives_is_the_whole_weight_quantized(rank):
-    check_bits({"gtp": 2}, None)
+@ranks(2, device=("cpu", "cuda"), timeout=120, group_timeout=60)
+def test_what_arrives_is_the_whole_weight_quantized(rank, device):
+    check_bits({"gtp": 2}, None, device.type)
 
 
 def slow(*values):
@@ -196,11 +196,12 @@ class Net(nn.Module):
         return self.output(self.norm(x))
 
 
-@ranks(4)
+@ranks(4, device=("cpu", "cuda"), timeout=120, group_timeout=60)
 @pytest.mark.parametrize("name", [slow("fp8"), slow("fp8_rowwise"), "mxfp8", "nvfp4"])
-def test_trains_as_a_model_that_rounds_its_weights(rank, world_size, name):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dps", "gtp"))
-    model, reference = build_pair(Net)
+def test_trains_as_a_model_that_rounds_its_weights(rank, world_size, device, name):
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dps", "gtp"))
+    rtol = 1e-6 if device.type == "cpu" else 1e-5  # other kernels for other shapes
+    model, reference = build_pair(lambda: Net().to(device))
     for layer in reference.layers:
         layer.__class__ = Rounded
         layer.wire = name
@@ -213,13 +214,15 @@ def test_trains_as_a_model_that_rounds_its_weights(rank, world_size, name):
     for step in range(4):
         # The last bit of a weight, from sums in another order, would decide a code in the next step.
         reference.load_state_dict(full_parameters(model))
-        batch = torch.randint(0, 40, (16, 3), generator=torch.Generator().manual_seed(step)).chunk(2)
+        batch = torch.randint(0, 40, (16, 3), generator=torch.Generator().manual_seed(step)).to(device).chunk(2)
         for microbatch in batch:
             mine, expected = model(local_slice(microbatch, rank_of_data, world_size)), reference(microbatch)
-            assert_close_to_reference(mine, local_slice(expected, rank_of_data, world_size), f"output of step {step}")
+            assert_close_to_reference(
+                mine, local_slice(expected, rank_of_data, world_size), f"output of step {step}", rtol
+            )
             mean_square(mine).backward()
             mean_square(expected).backward()
-        assert_close_to_reference(*map(full_gradients, (model, reference)), f"gradient of step {step}")
+        assert_close_to_reference(*map(full_gradients, (model, reference)), f"gradient of step {step}", rtol)
         losses.append(mean_square(expected).item())
         optimizer.step()
         optimizer.zero_grad()
