@@ -7,7 +7,6 @@ sums them itself. ``reduce_scatter_with_fp32_accumulation`` says so for the gtp 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,8 +39,9 @@ def sum_parts(parts: torch.Tensor, out: torch.Tensor) -> None:
         out.add_(part)
 
 
-def idle_switches(config: GTPConfig, domain: Domain, dtypes: Iterable[torch.dtype]) -> list[str]:
-    """One line for each switch that is on and changes nothing, for gradients reduced in ``dtypes``."""
+def idle_switches(config: GTPConfig, domain: Domain, dtypes: set[torch.dtype]) -> list[str]:
+    """One line for each switch that is on and changes nothing, for gradients reduced in ``dtypes`` (none, where there are
+    none)."""
     gtp = [(axis_name(domain.gtp_mesh, "gtp"), domain.transport)]
     replicas = [
         (axis_name(mesh, default), transport)
@@ -56,12 +56,15 @@ def idle_switches(config: GTPConfig, domain: Domain, dtypes: Iterable[torch.dtyp
         ("reduce_scatter_with_fp32_accumulation", gtp),
         ("replicate_reduce_with_fp32_accumulation", replicas),
     ):
-        if not getattr(config, name) or any(sums_here(True, axis.size, dtype) for _, axis in axes for dtype in dtypes):
+        if not dtypes or not getattr(config, name):
             continue
-        if any(axis.size > _MOST_BYPASSED for _, axis in axes):
+        if any(sums_here(True, transport.size, dtype) for _, transport in axes for dtype in dtypes):
+            continue
+        if any(transport.size > _MOST_BYPASSED for _, transport in axes):
             reason = "gradients are reduced in " + " and ".join(sorted({str(d).removeprefix("torch.") for d in dtypes}))
         else:
             sizes = ", ".join(f"{axis} has {transport.size}" for axis, transport in axes) or "there are no replicas"
             reason = f"{sizes}; it takes an axis of more than {_MOST_BYPASSED} ranks"
-        lines.append(f"{name} changes nothing here: {reason}")
+        whose = " for experts" if domain.is_expert else ""
+        lines.append(f"{name} changes nothing here{whose}: {reason}")
     return lines

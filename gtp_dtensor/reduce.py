@@ -3,7 +3,8 @@
 A sharded weight's gradient is reduce-scattered over gtp as soon as it is computed, one step behind the backward. Where
 there are replicas it goes on from there: it is reduce-scattered over the axis that cuts the optimizer's parameters, and
 all-reduced over the axis of copies, each again one step behind the other. While gradients are not to be synchronised,
-the sums over gtp are kept back and take that way with the last microbatch's. The gradients of parameters that stay
+the sums over gtp are kept back and take that way with the last microbatch's. Each axis may be one that sums in float32
+(see accumulation.py); what travels over any of them is in ``reduce_dtype``. The gradients of parameters that stay
 whole are collected and summed by one coalesced all-reduce an axis at the end of the backward.
 
 Scaling is decided in one place, ``Runtime.gradient_scale``: over the data ranks gradients are averaged (each rank's loss

@@ -69,6 +69,13 @@ def contribution(rank: int, microbatch: int, shape) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * microbatch + rank)).to(BF16)
 
 
+def spread(rank: int, microbatch: int, shape) -> torch.Tensor:
+    """The same, of so many magnitudes that the order of a sum in float32 shows."""
+    generator = torch.Generator().manual_seed(100 * microbatch + rank)
+    exponents = torch.randint(-16, 17, shape, generator=generator)
+    return contribution(rank, microbatch, shape) * torch.exp2(exponents).to(BF16)
+
+
 def rank_order_sum(parts) -> torch.Tensor:
     """In float32, first to last."""
     total = parts[0].float()
@@ -176,7 +183,7 @@ def test_error_does_not_grow_with_the_axis(rank, world_size):
 CASES = [
     ((33, 6), None, True),  # the last rank has fewer rows
     ((33, 6), 4, True),  # and every rank's are padded
-    ((5, 6), None, True),  # or none
+    ((5, 30), None, True),  # or none
     ((32, 6), None, False),
     ((6, 10, 7), 4, False),  # a stack of experts, cut and padded on dim 1
     ((4, 3, 5), None, False),  # cut by whole experts
@@ -197,14 +204,15 @@ def test_sums_land_in_the_gradient(mesh, rank, device, per_token):
         parallelize_module(model, mesh, style)
         (weight,) = model_members(model)
         assert weight.cut.dim == (len(shape) == 3 and shape[0] % 4 > 0)
-        grads = [contribution(rank, microbatch, shape).to(device) for microbatch in range(3)]
+        grads = [spread(rank, microbatch, shape).to(device) for microbatch in range(3)]
         with counting(PendingParts, "rows") as made, counting(PendingParts, "add_to") as added:
             found = reduced(model, grads)
         scale = 1.0 if per_token else 1 / style.num_data_ranks
         expected = 0
         for microbatch in range(3):
-            total = rank_order_sum([contribution(peer, microbatch, shape) for peer in range(4)])
-            expected = expected + scale * total
+            parts = [spread(peer, microbatch, shape) for peer in range(4)]
+            expected = expected + scale * rank_order_sum(parts)
+            assert not torch.equal(rank_order_sum(parts), rank_order_sum(parts[::-1]))  # the order shows
         assert torch.equal(found.cpu(), expected), (shape, alignment)
         own = weight.param.grad._local_tensor.nbytes
         # A gradient from autograd itself is not ours to write into.
@@ -218,7 +226,7 @@ def test_gradients_of_others_are_left_alone(mesh, rank):
     model = Given(8, 6, is_linear=False)
     seen = model.inner.seen = []
     parallelize_module(model, mesh, GTPStyle(settings(), min_numel=0))
-    sent = [contribution(rank, microbatch, (8, 6)) for microbatch in range(2)]
+    sent = [spread(rank, microbatch, (8, 6)) for microbatch in range(2)]
     reduced(model, sent)
     assert len(seen) == 2 and all(map(torch.equal, seen, sent))
 
@@ -239,7 +247,7 @@ def _emulated(sizes, shape, num_microbatches, keeps_back):
     replica, is_copy = ("dps", False) if size["dps"] > 1 else ("dpr", True)
     expected, kept = 0, 0
     for microbatch in range(num_microbatches):
-        grads = [contribution(peer, microbatch, shape) for peer in range(size["gtp"] * size[replica])]
+        grads = [spread(peer, microbatch, shape) for peer in range(size["gtp"] * size[replica])]
         over_gtp = []
         for row in range(size[replica]):
             peers = grads[row * size["gtp"] : (row + 1) * size["gtp"]]
@@ -273,7 +281,7 @@ def test_replicas(rank, world_size, way):
         parallelize_module(model, mesh["gtp"], style)
         if way == "returned":
             model.inner.weight.register_hook(lambda grad: grad)
-        mine = [contribution(rank % num_used, microbatch, shape) for microbatch in range(num_microbatches)]
+        mine = [spread(rank % num_used, microbatch, shape) for microbatch in range(num_microbatches)]
         with count_collectives() as log:
             for microbatch, grad in enumerate(mine):
                 is_last = microbatch == num_microbatches - 1
