@@ -28,9 +28,14 @@ class GTPConfig:
         calculate_per_token_loss: True: gradients are summed over the data axes, because the loss is already divided by
             the global number of tokens. False: gradients are averaged over the data axes, because each rank's loss is a
             mean over its own samples.
-        reduce_scatter_with_fp32_accumulation: exchange 16-bit gradient rows by all-to-all and sum them locally in
-            float32, instead of a reduce-scatter that rounds at each hop. Bypassed on axes of size 2 or less and where
-            ``reduce_dtype`` is float32 already.
+        reduce_scatter_with_fp32_accumulation: over the gtp axis (an experts' style: its own), exchange 16-bit gradient
+            rows by all-to-all and sum them locally in float32, straight into the gradient, instead of a reduce-scatter
+            that rounds at each hop. Bypassed on axes of size 2 or less and where ``reduce_dtype`` has 32 bits already;
+            where it then changes nothing at all, a log line says so. Receiving takes as much memory as one unsharded
+            gradient, for each that is in flight.
+        replicate_reduce_with_fp32_accumulation: the same over the axes of replicas, each by its own size. Where
+            parameters are cut over them the sum goes straight into the gradient; over copies each rank sums a part, and
+            these are gathered in ``reduce_dtype``, rounded once more. Independent of the other switch.
         graph_wgrad_ring_size: how many unsharded weight gradients may be in flight at once, so it bounds the
             memory that asynchronous reductions hold; CUDA graphs will allocate this many persistent slots.
         look_ahead: how many uses before its own use a gather is issued.
@@ -40,7 +45,8 @@ class GTPConfig:
             ``output`` or ``lm_head`` travel as they are; see ``wire_format_overrides`` of :class:`~gtp_dtensor.GTPStyle`.
             "auto": what the module's own GEMM reads.
         param_dtype: the dtype that is gathered and computed in. None: the parameter's own.
-        reduce_dtype: the dtype that gradients are reduced in. None: the parameter's own.
+        reduce_dtype: the dtype that gradients travel in, over every axis. None: the parameter's own. A sum in float32 is
+            rounded to it before it goes on to the next axis.
         transport: how bytes move: process-group collectives, or symmetric memory.
         recompute_keep_bytes: a weight gathered for recomputation is kept for its backward use while the kept weights
             of this model stay within this many bytes. None: eight times the largest gathered weight. 0: never.
@@ -52,6 +58,7 @@ class GTPConfig:
     check_param_states: bool = False
     calculate_per_token_loss: bool = False
     reduce_scatter_with_fp32_accumulation: bool = False
+    replicate_reduce_with_fp32_accumulation: bool = False
     graph_wgrad_ring_size: int = 2
     look_ahead: int = 1
     wire_format: str = "auto"

@@ -91,10 +91,13 @@ def param_edge(param: nn.Parameter, edge: Edge) -> Edge:
     return edge if wanted else _UNUSED
 
 
-def reduce_weight_grad(weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, edge: Edge) -> DTensor | None:
-    """Start the reduction of a gathered weight's gradient. Returns it, reduced, where autograd itself wants it."""
+def reduce_weight_grad(
+    weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, edge: Edge, is_borrowed: bool = False
+) -> DTensor | None:
+    """Start the reduction of a gathered weight's gradient. Returns it, reduced, where autograd itself wants it. Unless
+    ``is_borrowed``, the memory of ``grad`` is given away."""
     returned = edge is _CAPTURED or wants_gradient_returned(param)
-    return weight.runtime.reducer.launch(weight, param, grad, returned)
+    return weight.runtime.reducer.launch(weight, param, grad, returned, is_borrowed)
 
 
 # ---- parameters that stay whole
@@ -155,7 +158,7 @@ class _Materialize(torch.autograd.Function):
         if edge is _UNUSED:
             return None, None, None
         ctx.weight.runtime.enter()
-        return reduce_weight_grad(ctx.weight, ctx.param, grad, edge), None, None
+        return reduce_weight_grad(ctx.weight, ctx.param, grad, edge, is_borrowed=True), None, None
 
 
 _apply_materialize = fast_apply(_Materialize)

@@ -3,7 +3,8 @@
 A sharded weight's gradient is reduce-scattered over gtp as soon as it is computed, one step behind the backward. Where
 there are replicas it goes on from there: it is reduce-scattered over the axis that cuts the optimizer's parameters, and
 all-reduced over the axis of copies, each again one step behind the other. While gradients are not to be synchronised,
-the sums over gtp are kept back and take that way with the last microbatch's. The gradients of parameters that stay
+the sums over gtp are kept back and take that way with the last microbatch's. Each axis may be one that sums in float32
+(see accumulation.py); what travels over any of them is in ``reduce_dtype``. The gradients of parameters that stay
 whole are collected and summed by one coalesced all-reduce an axis at the end of the backward.
 
 Scaling is decided in one place, ``Runtime.gradient_scale``: over the data ranks gradients are averaged (each rank's loss
@@ -13,8 +14,6 @@ is a mean over its own samples), or summed (the loss is already divided by the g
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,9 +21,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .layout import new_dtensor
+from .accumulation import sums_here
+from .layout import RowCut, new_dtensor, share_storage
 from .modes import own_ops, plain_ops
-from .transport import Transfer
+from .pending import Pending, PendingParts, PendingSum, Stage, scaled
+from .transport import CollectiveTransport
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -32,18 +33,6 @@ if TYPE_CHECKING:
     from .weight import ShardedWeight
 
 logger = logging.getLogger(__name__)
-
-
-def scaled(local: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """``scale * local`` in ``dtype``. ``local`` is ours to change.
-
-    Scaled in the wider of both dtypes: a sum may overflow the narrower one where its mean does not.
-    """
-    if scale != 1.0:
-        if local.dtype != dtype:
-            local = local.to(torch.promote_types(local.dtype, dtype))
-        local.mul_(scale)
-    return local if local.dtype == dtype else local.to(dtype)
 
 
 def check_grad(param: torch.Tensor, fqn: str) -> None:
@@ -67,62 +56,6 @@ def accumulate(param: torch.Tensor, local: torch.Tensor, scale: float) -> None:
         grad._local_tensor.add_(local)
 
 
-class PendingReduction:
-    """A reduction in flight: rows of ``weight``'s gradient, for ``param``, are coming."""
-
-    __slots__ = ("weight", "param", "_out", "_shape", "_transfer")
-
-    def __init__(
-        self, weight: ShardedWeight, param: nn.Parameter, out: torch.Tensor, shape: torch.Size, transfer: Transfer
-    ) -> None:
-        self.weight = weight
-        self.param = param
-        self._out = out
-        self._shape = shape  # of what is ours in ``out``, which is padded
-        self._transfer = transfer
-
-    def receive(self) -> torch.Tensor:
-        """Wait. Returns the rows, summed and unscaled, ours to keep; :meth:`release` follows."""
-        self._transfer.wait()
-        out, shape = self._out, self._shape
-        return out if out.shape == shape else out[tuple(map(slice, shape))].clone(memory_format=torch.contiguous_format)
-
-    def release(self) -> None:
-        """What reads the result is enqueued, or nobody wants it."""
-        self._transfer.release()
-
-
-class Stage:
-    """Reductions in flight over one axis, oldest first.
-
-    Args:
-        proceed: is given (weight, param, rows) of each that is received.
-    """
-
-    def __init__(self, proceed: Callable[[ShardedWeight, nn.Parameter, torch.Tensor], None]) -> None:
-        self._proceed = proceed
-        self._in_flight: deque[PendingReduction] = deque()
-
-    def __len__(self) -> int:
-        return len(self._in_flight)
-
-    def add(self, reduction: PendingReduction) -> None:
-        """One more, just started."""
-        self._in_flight.append(reduction)
-
-    def receive(self, most: int = 0) -> None:
-        """Receive the oldest ones until at most ``most`` are in flight."""
-        while len(self._in_flight) > most:
-            reduction = self._in_flight.popleft()
-            self._proceed(reduction.weight, reduction.param, reduction.receive())
-            reduction.release()
-
-    def drop(self) -> None:
-        """Wait for all, and let go of what they brought."""
-        while self._in_flight:
-            self._in_flight.popleft().release()
-
-
 # (local gradient so far, whether its sum over tp is still owed)
 SmallGrad = tuple[torch.Tensor, bool]
 
@@ -138,17 +71,22 @@ class Reducer:
         self._most_pending = runtime.config.graph_wgrad_ring_size - 1
         has_replicas = self._over_shards is not None or self._over_copies is not None
         self.pending = Stage(self._to_replicas if has_replicas else self._accumulate)  # over gtp
-        self._to_shards = Stage(self._accumulate if self._over_copies is None else self._start_over_copies)
-        self._to_copies = Stage(self._accumulate)
+        self._to_shards = Stage(self._accumulate if self._over_copies is None else self._from_shards)
+        self._to_copies = Stage(self._from_copies)
+        self._back_to_copies = Stage(self._accumulate)  # sums that each copy made a part of
         self.kept_back: dict[tuple[ShardedWeight, nn.Parameter], torch.Tensor] = {}  # summed over gtp only
         self.small: dict[tuple[SmallParam, nn.Parameter], SmallGrad] = {}  # of this backward
         self.small_kept_back: dict[tuple[SmallParam, nn.Parameter], SmallGrad] = {}  # of earlier ones
 
     @property
+    def _stages(self) -> tuple[Stage, ...]:
+        """In the order that a gradient passes them."""
+        return self.pending, self._to_shards, self._to_copies, self._back_to_copies
+
+    @property
     def num_pending(self) -> int:
         """Gradients that are not in ``.grad`` yet."""
-        queues = (self.pending, self._to_shards, self._to_copies, self.kept_back, self.small, self.small_kept_back)
-        return sum(map(len, queues))
+        return sum(map(len, (*self._stages, self.kept_back, self.small, self.small_kept_back)))
 
     # ---- sharded weights
 
@@ -158,72 +96,91 @@ class Reducer:
             with plain_ops():
                 self.pending.receive(self._most_pending)
 
-    def _accumulate(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
-        accumulate(param, rows, self._runtime.gradient_scale)
+    def _accumulate(self, reduction: Pending) -> None:
+        param, scale = reduction.param, self._runtime.gradient_scale
+        if param.grad is None:
+            param.grad = new_dtensor(reduction.rows(param.dtype, scale), param._spec)
+        else:
+            reduction.add_to(param.grad._local_tensor, scale)
 
-    def _to_replicas(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
+    def _to_replicas(self, reduction: Pending) -> None:
         proceed = self._go_on if self._runtime.syncs_gradients else self._keep_back
-        proceed(weight, param, rows)
+        proceed(reduction)
 
-    def _keep_back(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
-        key = (weight, param)
+    def _keep_back(self, reduction: Pending) -> None:
+        key = (reduction.weight, reduction.param)
         before = self.kept_back.get(key)
         if before is None:
             # In the wider dtype: many microbatches are added up here.
-            self.kept_back[key] = rows.to(torch.promote_types(rows.dtype, param.dtype))
+            self.kept_back[key] = reduction.rows(torch.promote_types(reduction.dtype, reduction.param.dtype))
         else:
-            before.add_(rows)
+            reduction.add_to(before)
 
-    def _go_on(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
-        """``rows``, summed over gtp, and what was kept back: start their way over the
-        replicas."""
+    def _go_on(self, reduction: Pending) -> None:
+        """What was summed over gtp, and what was kept back: start its way over the replicas. All that travels is in
+        ``reduce_dtype``, so a sum in float32 is rounded once an axis, however many ranks or microbatches it has."""
+        weight, param = reduction.weight, reduction.param
         before = self.kept_back.pop((weight, param), None)
-        if before is not None:
-            rows = before.add_(rows).to(rows.dtype)
+        if before is None:
+            rows = reduction.rows(weight.reduce_dtype)
+        else:
+            reduction.add_to(before)
+            rows = before.to(weight.reduce_dtype)
+        self._start_over_replicas(weight, param, rows)
+
+    def _start_over_replicas(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
         if self._over_shards is None:
             self._start_over_copies(weight, param, rows)
             return
         self._to_shards.receive(self._most_pending)
         self._to_shards.add(self._over_shard_axis(weight, param, rows))
 
-    def _over_shard_axis(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> PendingReduction:
-        cut = weight.replica_cut
-        out = rows.new_empty(cut.resized(rows.shape, cut.padded))
-        weight.counters.num_replica_reductions += 1
-        transfer = self._over_shards.reduce_scatter(out, cut.pack(rows), dim=cut.dim)
-        return PendingReduction(weight, param, out, cut.resized(rows.shape, weight.num_stored_rows), transfer)
+    def _from_shards(self, reduction: Pending) -> None:
+        weight = reduction.weight
+        self._start_over_copies(weight, reduction.param, reduction.rows(weight.reduce_dtype))
 
     def _start_over_copies(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
         self._to_copies.receive(self._most_pending)
-        weight.counters.num_replica_reductions += 1
-        transfer = self._over_copies.start_all_reduce(rows)
-        self._to_copies.add(PendingReduction(weight, param, rows, rows.shape, transfer))
+        self._to_copies.add(self._over_copy_axis(weight, param, rows))
 
-    def _over_replicas_now(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
-        """``rows``, summed over gtp, summed over all replicas too: this rank's stored rows."""
-        if self._over_shards is not None:
-            reduction = self._over_shard_axis(weight, param, rows)
-            rows = reduction.receive()
+    def _from_copies(self, reduction: Pending) -> None:
+        if isinstance(reduction, PendingSum):
+            self._accumulate(reduction)
+            return
+        self._back_to_copies.receive(self._most_pending)
+        self._back_to_copies.add(self._share_sum(reduction))
+
+    def _over_replicas_now(self, reduction: Pending) -> Pending:
+        """``reduction``, over gtp, and then those over all replicas: the last of them, not yet released."""
+        weight, param = reduction.weight, reduction.param
+        axes = ((self._over_shards, self._over_shard_axis), (self._over_copies, self._over_copy_axis))
+        for start in (start for transport, start in axes if transport is not None):
+            rows = reduction.rows(weight.reduce_dtype)
             reduction.release()
-        if self._over_copies is not None:
-            self._over_copies.all_reduce(rows)
-        return rows
+            reduction = start(weight, param, rows)
+        if self._over_copies is not None and isinstance(reduction, PendingParts):
+            parts, reduction = reduction, self._share_sum(reduction)
+            parts.release()
+        return reduction
 
-    def launch(self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, returned: bool) -> DTensor | None:
+    def launch(
+        self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, returned: bool, is_borrowed: bool = False
+    ) -> DTensor | None:
         """Reduce ``grad``, the gradient of the gathered weight (TP-local shape, plain or on the tp mesh).
 
         Accumulates into the ``.grad`` of ``param`` (the leaf that the forward read) and returns None; or, where
         autograd wants the gradient itself (``returned``), waits and returns it as a DTensor placed like the parameter.
+        Unless ``is_borrowed``, the memory of ``grad`` is given away: nobody else may read it any more.
         """
         if not returned:
             check_grad(param, weight.fqn)
         self.make_room()
         with own_ops(weight.fqn, "reduce"):
-            reduction = self._start(weight, param, grad)
+            reduction = self._start(weight, param, grad, is_borrowed)
         if returned:
             with plain_ops():
-                rows = self._over_replicas_now(weight, param, reduction.receive())
-                local = scaled(rows, param.dtype, self._runtime.gradient_scale)
+                reduction = self._over_replicas_now(reduction)
+                local = reduction.rows(param.dtype, self._runtime.gradient_scale)
             reduction.release()
             return new_dtensor(local, param._spec)
         self.pending.add(reduction)
@@ -232,19 +189,68 @@ class Reducer:
                 self.pending.receive()
         return None
 
-    def _start(self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor) -> PendingReduction:
-        config, transport = self._runtime.config, self._runtime.transport
+    # ---- over one axis
+
+    def _start(self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, is_borrowed: bool) -> Pending:
+        runtime, cut, counters = self._runtime, weight.cut, weight.counters
         buffer = self._reduction_input(weight, grad)
-        dtype = buffer.dtype
-        fp32_sum = config.reduce_scatter_with_fp32_accumulation and dtype.itemsize < 4 and transport.size > 2
-        out = buffer.new_empty(weight.send_shape, dtype=torch.float32 if fp32_sum else dtype)
-        counters = weight.counters
         counters.num_reductions += 1
-        if transport.size > 1:
-            counters.reduce_bytes += weight.num_buffer_elements * dtype.itemsize
-        cut = weight.cut
-        transfer = transport.reduce_scatter(out, buffer, fp32_sum, cut.dim)
-        return PendingReduction(weight, param, out, cut.resized(out.shape, weight.num_local_rows), transfer)
+        if runtime.transport.size > 1:
+            counters.reduce_bytes += buffer.nbytes
+        shape = cut.resized(weight.send_shape, weight.num_local_rows)
+        if sums_here(runtime.config.reduce_scatter_with_fp32_accumulation, runtime.transport.size, buffer.dtype):
+            borrowed = None if not is_borrowed else grad._local_tensor if isinstance(grad, DTensor) else grad
+            return self._exchange(runtime.transport, weight, param, buffer, shape, cut.dim, borrowed)
+        out = buffer.new_empty(weight.send_shape)
+        return PendingSum(weight, param, out, shape, runtime.transport.reduce_scatter(out, buffer, cut.dim))
+
+    def _over_shard_axis(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> Pending:
+        """``rows``, ours to give away, over the axis that cuts the optimizer's parameters."""
+        transport, cut = self._over_shards, weight.replica_cut
+        weight.counters.num_replica_reductions += 1
+        buffer, shape = cut.pack(rows), cut.resized(rows.shape, weight.num_stored_rows)
+        if self._sums_over_replicas(transport, rows.dtype):
+            return self._exchange(transport, weight, param, buffer, shape, cut.dim)
+        out = buffer.new_empty(cut.resized(rows.shape, cut.padded))
+        return PendingSum(weight, param, out, shape, transport.reduce_scatter(out, buffer, cut.dim))
+
+    def _over_copy_axis(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> Pending:
+        """``rows``, ours to give away, over the axis of copies. Where they are summed here, each copy gets a part of
+        the sum, which :meth:`_share_sum` gives to all."""
+        transport = self._over_copies
+        weight.counters.num_replica_reductions += 1
+        if self._sums_over_replicas(transport, rows.dtype):
+            cut = RowCut(rows.numel(), transport.size)
+            return self._exchange(transport, weight, param, cut.pack(rows.view(-1)), torch.Size((cut.padded,)))
+        return PendingSum(weight, param, rows, rows.shape, transport.start_all_reduce(rows))
+
+    def _share_sum(self, reduction: PendingParts) -> PendingSum:
+        """Start collecting the parts of a sum over copies. They travel in ``reduce_dtype`` too: together no more bytes
+        than the all-reduce in whose place this is."""
+        weight, param = reduction.weight, reduction.param
+        part = reduction.rows(weight.reduce_dtype)
+        buffer = part.new_empty(part.numel() * self._over_copies.size)
+        transfer = self._over_copies.all_gather(buffer, part)
+        shape = param._local_tensor.shape
+        return PendingSum(weight, param, buffer[: shape.numel()].view(shape), shape, transfer)
+
+    def _sums_over_replicas(self, transport: CollectiveTransport, dtype: torch.dtype) -> bool:
+        return sums_here(self._runtime.config.replicate_reduce_with_fp32_accumulation, transport.size, dtype)
+
+    def _exchange(
+        self,
+        transport: CollectiveTransport,
+        weight: ShardedWeight,
+        param: nn.Parameter,
+        buffer: torch.Tensor,
+        shape: torch.Size,
+        dim: int = 0,
+        borrowed: torch.Tensor | None = None,
+    ) -> PendingParts:
+        transfer = transport.all_to_all(buffer, dim)
+        parts, sent = transfer.tensors
+        is_spare = borrowed is None or not share_storage(sent, borrowed)
+        return PendingParts(weight, param, parts, shape, transfer, sent if is_spare else None)
 
     def _reduction_input(self, weight: ShardedWeight, grad: torch.Tensor) -> torch.Tensor:
         if weight.tp is not None:
@@ -330,9 +336,9 @@ class Reducer:
         """Everything that is kept back or on its way over the replicas, into ``.grad``."""
         for weight, param in sorted(self.kept_back, key=lambda key: key[0].serial):
             rows = self.kept_back.pop((weight, param))
-            self._go_on(weight, param, rows.to(weight.reduce_dtype))
-        self._to_shards.receive()
-        self._to_copies.receive()
+            self._start_over_replicas(weight, param, rows.to(weight.reduce_dtype))
+        for stage in self._stages:
+            stage.receive()
         if self.small_kept_back:
             self._reduce_small()
 
@@ -347,7 +353,7 @@ class Reducer:
                 "GTP: a backward raised; gradients kept back from the replicas, those of earlier microbatches included, are "
                 "dropped with it: repeat the step"
             )
-        for stage in (self.pending, self._to_shards, self._to_copies):
+        for stage in self._stages:
             stage.drop()
         self.small, self.kept_back, self.small_kept_back = {}, {}, {}
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.parallel import parallelize_module as _torch_parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from .accumulation import idle_switches
 from .config import GTPConfig
 from .domain import Domain, domain_of
 from .handles import sync_handles
@@ -301,6 +302,8 @@ class _Application:
             if self.plan.small_for_wire:
                 few = ", ".join(self.plan.small_for_wire)
                 logger.info("GTP: smaller than a block of their wire format, so they travel as they are: %s", few)
+            for line in idle_switches(self.style.config, self.domain, {w.reduce_dtype for w in weights}):
+                logger.info("GTP: %s", line)
             for mesh in self.expert_storages:
                 if mesh.size() != self.storage.size():
                     self._warn_of_other_ranks(mesh)

@@ -156,6 +156,19 @@ def test_stats_equal_the_payload_that_travelled(mesh, param_dtype):
     assert gathers.isdisjoint(reductions)  # a communicator each
 
 
+@ranks(4)
+def test_stats_equal_what_is_exchanged_for_a_sum_in_float32(mesh):
+    config = GTPConfig(reduce_dtype=torch.bfloat16, reduce_scatter_with_fp32_accumulation=True)
+    model = build(mesh, ["no"], config)
+    with count_collectives() as log:
+        train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    s = stats(model)
+    assert log.count("all_to_all") == s.num_reductions == model.num_weights
+    assert log.num_bytes("all_to_all") == s.reduce_bytes > 0
+    assert log.dtypes("all_to_all") == {torch.bfloat16}
+    assert log.count("reduce_scatter") == 0 and s.num_pending == 0
+
+
 @ranks(2)
 def test_bytes_follow_the_formula(mesh):
     """Forward and backward gather in bf16, reduction in bf16: 6 bytes an element and microbatch."""

@@ -15,12 +15,14 @@ from titan_integration import cpu
 
 cpu.install()  # before the first import of torchtitan
 
+from torchtitan.config import ConfigManager
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 
 from titan_integration.context_parallel import check_context_parallel
 from titan_integration.dims import GTPParallelDims
 from titan_integration.parallelize import check_tensor_parallel
 from titan_integration.pipeline import check_pipeline
+from titan_integration.settings import gtp_config
 
 SIZES = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "gtp": 2, "tp": 2}
 
@@ -207,3 +209,12 @@ def test_what_tensor_parallelism_cannot_cut_evenly_is_refused(options, tp, messa
     with pytest.raises(ValueError, match=message):
         check_tensor_parallel(model, tp, seq_len=36)
     check_tensor_parallel(model, works, seq_len=36)
+
+
+def test_each_switch_of_float32_sums_is_a_key_of_its_own(tmp_path):
+    file = tmp_path / "job.toml"
+    for key in ("reduce_scatter_with_fp32_accumulation", "replicate_reduce_with_fp32_accumulation"):
+        file.write_text(f'[job]\ncustom_config_module = "titan_integration.job_config"\n[gtp]\n{key} = true\n')
+        config = gtp_config(ConfigManager().parse_args([f"--job.config_file={file}"]))
+        on = {name for name, value in vars(config).items() if name.endswith("fp32_accumulation") and value}
+        assert on == {key}

@@ -44,7 +44,13 @@ class Gtp:
     """Sum gradients over GTP ranks. Must be true: torchtitan divides the loss by the global number of tokens."""
 
     reduce_scatter_with_fp32_accumulation: bool = False
-    """Exchange 16-bit gradients by all-to-all and sum them in float32; bypassed on axes of size 2 or less."""
+    """
+    Over axis gtp, and over egtp for experts: exchange 16-bit gradients by all-to-all and sum them in float32. Bypassed on
+    an axis of size 2 or less, and without effect where reduce_dtype is float32, torchtitan's default.
+    """
+
+    replicate_reduce_with_fp32_accumulation: bool = False
+    """The same over dp_shard (with cp) and dp_replicate, each by its own size; independent of the other."""
 
     graph_wgrad_ring_size: int = 2
     """How many unsharded weight gradients may be in flight at once."""

@@ -15,7 +15,6 @@ time than everything else a use of a weight does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 # torch 2.13 has both names of each; the first one is all that torch 2.11 has.
 _GATHER = "_allgather_base" if hasattr(dist.ProcessGroup, "_allgather_base") else "all_gather_single"
 _REDUCE = "_reduce_scatter_base" if hasattr(dist.ProcessGroup, "_reduce_scatter_base") else "reduce_scatter_single"
+_EXCHANGE = "alltoall_base" if hasattr(dist.ProcessGroup, "alltoall_base") else "all_to_all_single"
 
 
 class _Enqueued:
@@ -50,18 +50,11 @@ class Transfer:
     ``home`` is the stream that the tensors were allocated on (None on a CPU): their memory returns to its pool.
     """
 
-    __slots__ = ("_work", "_home", "_sum", "_is_done", "tensors")
+    __slots__ = ("_work", "_home", "_is_done", "tensors")
 
-    def __init__(
-        self,
-        work: dist.Work | _Enqueued,
-        home: tuple | None,
-        tensors: tuple[torch.Tensor, ...],
-        sum_parts: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, work: dist.Work | _Enqueued, home: tuple | None, tensors: tuple[torch.Tensor, ...]) -> None:
         self._work = work
         self._home = home
-        self._sum = sum_parts
         self._is_done = False
         self.tensors = tensors
 
@@ -75,10 +68,7 @@ class Transfer:
         if self._is_done and self._home is None:
             return
         self._work.wait()
-        if not self._is_done:
-            self._is_done = True
-            if self._sum is not None:
-                self._sum()
+        self._is_done = True
 
     def release(self) -> None:
         """Let go of the tensors, whose readers are enqueued on the current stream: their memory may be reused by what
@@ -89,7 +79,6 @@ class Transfer:
         if home is not None and home != current_stream(home[1]):
             self._hand_back()
         self.tensors = ()
-        self._sum = None
 
     def __del__(self) -> None:
         # A transfer that nobody waited for dies with its model: a GPU's stream has to be told before the memory is
@@ -116,7 +105,8 @@ class CollectiveTransport:
 
     Two communicators, because on one of them NCCL runs kernels in launch order whatever the streams say: a prefetched
     gather would queue behind a reduction, and the reverse. With NCCL both have high priority, so that a gather gets its
-    few SMs while a GEMM runs; the mesh's own group is then left to others. ``gathers=False``: reductions only.
+    few SMs while a GEMM runs; the mesh's own group is then left to others. ``gathers=False``: one, for reductions, with
+    the gathers that are part of them.
     """
 
     def __init__(self, mesh_group: dist.ProcessGroup, device: torch.device, name: str, gathers: bool = True) -> None:
@@ -127,6 +117,8 @@ class CollectiveTransport:
         needs_sibling = gathers and device.type == "cuda"
         self.gather_group = _sibling_group(mesh_group, device, f"{name}_gather") if needs_sibling else mesh_group
         self.reduce_group = _sibling_group(mesh_group, device, f"{name}_reduce")
+        if not gathers:
+            self.gather_group = self.reduce_group
         self._device_index = device.index if device.type == "cuda" else None
 
     def _home(self) -> tuple | None:
@@ -166,34 +158,28 @@ class CollectiveTransport:
         dist.all_to_all_single(moved, rows, received, sent, group=self.reduce_group)
         return moved.movedim(0, dim).contiguous()
 
-    def reduce_scatter(self, out: torch.Tensor, buffer: torch.Tensor, fp32_sum: bool = False, dim: int = 0) -> Transfer:
-        """Start summing ``buffer`` over the axis; this rank's rows, 1/size of those along ``dim``, arrive in ``out``.
-
-        With ``fp32_sum`` rows are exchanged by all-to-all in the dtype of ``buffer`` and summed here, when the transfer
-        is first waited for, in the dtype of ``out`` (float32) and in rank order.
-        """
+    def reduce_scatter(self, out: torch.Tensor, buffer: torch.Tensor, dim: int = 0) -> Transfer:
+        """Start summing ``buffer`` over the axis; this rank's rows, 1/size of those along ``dim``, arrive in ``out``."""
         if self.size == 1:
             out.copy_(buffer)
             return Transfer(_Enqueued(self._device_index), self._home(), (out, buffer))
-        if fp32_sum:
-            return self._exchange_and_sum(out, buffer, dim)
         if dim == 0:
             work = getattr(self.reduce_group, _REDUCE)(out, buffer)
         else:
             work = self.reduce_group.reduce_scatter_tensor_coalesced(list(out.unbind()), list(buffer.unbind()))
         return Transfer(work, self._home(), (out, buffer))
 
-    def _exchange_and_sum(self, out: torch.Tensor, buffer: torch.Tensor, dim: int) -> Transfer:
-        if dim:
-            parts = buffer.unflatten(dim, (self.size, out.shape[dim]))
-            buffer = parts.movedim(dim, 0).contiguous()  # what each rank gets, in one piece
-        scratch = torch.empty_like(buffer)
-        work = dist.all_to_all_single(scratch, buffer, group=self.reduce_group, async_op=True)
+    def all_to_all(self, buffer: torch.Tensor, dim: int = 0) -> Transfer:
+        """Start giving every rank its rows of ``buffer`` (contiguous), 1/size of those along ``dim``.
 
-        def sum_parts() -> None:
-            torch.sum(scratch.view(self.size, *out.shape), dim=0, dtype=out.dtype, out=out)
-
-        return Transfer(work, self._home(), (out, buffer, scratch), sum_parts)
+        The transfer's tensors are (what arrives, what is sent), both (size, ...): of the one, slice r is rank r's part of
+        this rank's rows; the other is ``buffer``, or where ``dim`` is 1 a copy with each rank's rows in one piece.
+        """
+        rows = buffer.unflatten(dim, (self.size, buffer.shape[dim] // self.size))
+        sent = rows.movedim(dim, 0).contiguous()
+        parts = torch.empty_like(sent)
+        work = getattr(self.reduce_group, _EXCHANGE)(parts, sent, [], [])
+        return Transfer(work, self._home(), (parts, sent))
 
     def all_reduce(self, buffer: torch.Tensor) -> None:
         """Sum ``buffer`` in place over the axis, ordered on the current stream."""

@@ -1,0 +1,179 @@
+"""Reductions in flight, and what is done with what they bring.
+
+Of a reduction over one axis arrives either the sum, or, where it is summed here in float32, every rank's part of it.
+Either way this rank's rows of the sum are written to a new tensor (:meth:`rows`), or added to one that is there
+(:meth:`add_to`): the gradient of a parameter, or what is kept back from the replicas.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+
+from .accumulation import sum_parts
+from .transport import Transfer
+
+if TYPE_CHECKING:
+    from .weight import ShardedWeight
+
+
+def scaled(local: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """``scale * local`` in ``dtype``. ``local`` is ours to change.
+
+    Scaled in the wider of both dtypes: a sum may overflow the narrower one where its mean does not.
+    """
+    if scale != 1.0:
+        if local.dtype != dtype:
+            local = local.to(torch.promote_types(local.dtype, dtype))
+        local.mul_(scale)
+    return local if local.dtype == dtype else local.to(dtype)
+
+
+class PendingSum:
+    """A reduction in flight: rows of ``weight``'s gradient, for ``param``, are coming, summed by the collective.
+
+    Args:
+        out: where they arrive, padded.
+        shape: of what of it is ours.
+    """
+
+    __slots__ = ("weight", "param", "_out", "_shape", "_transfer")
+
+    def __init__(
+        self, weight: ShardedWeight, param: nn.Parameter, out: torch.Tensor, shape: torch.Size, transfer: Transfer
+    ) -> None:
+        self.weight = weight
+        self.param = param
+        self._out = out
+        self._shape = shape
+        self._transfer = transfer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the sum is made in."""
+        return self._out.dtype
+
+    def rows(self, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+        """Wait. Returns ``scale`` times the summed rows in ``dtype``, contiguous, ours to keep; :meth:`release` follows."""
+        own = self._own()
+        return scaled(own if own is self._out else own.clone(memory_format=torch.contiguous_format), dtype, scale)
+
+    def add_to(self, into: torch.Tensor, scale: float = 1.0) -> None:
+        """Wait. ``into += scale * the summed rows``; :meth:`release` follows. Once, and instead of :meth:`rows`."""
+        own = self._own()
+        fits = torch.promote_types(own.dtype, into.dtype) == into.dtype
+        into.add_(own if scale == 1.0 and fits else scaled(own, into.dtype, scale))
+
+    def _own(self) -> torch.Tensor:
+        self._transfer.wait()
+        out, shape = self._out, self._shape
+        return out if out.shape == shape else out[tuple(map(slice, shape))]
+
+    def release(self) -> None:
+        """What reads the result is enqueued, or nobody wants it."""
+        self._transfer.release()
+
+
+class PendingParts:
+    """The same where all ranks' parts of the rows are coming, to be summed here in float32.
+
+    Beside the parts nothing of the rows' size is allocated but what :meth:`rows` returns: where the sum is not written
+    to its place at once, it is made in the memory of what was sent. On a GPU a first gradient takes one kernel, and
+    another where it is scaled or not float32; adding to one takes two.
+
+    Args:
+        parts: where they arrive, (size of the axis, ...), padded.
+        shape: of what of each is ours.
+        spare: what was sent, where it is ours to overwrite now; else None.
+    """
+
+    __slots__ = ("weight", "param", "_parts", "_shape", "_transfer", "_spare")
+
+    dtype = torch.float32  # that the sum is made in
+
+    def __init__(
+        self,
+        weight: ShardedWeight,
+        param: nn.Parameter,
+        parts: torch.Tensor,
+        shape: torch.Size,
+        transfer: Transfer,
+        spare: torch.Tensor | None,
+    ) -> None:
+        self.weight = weight
+        self.param = param
+        self._parts = parts
+        self._shape = shape
+        self._transfer = transfer
+        self._spare = spare
+
+    def rows(self, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+        """See :meth:`PendingSum.rows`."""
+        is_final = dtype == self.dtype
+        total = self._sum_into(self._new_room() if is_final else self._room())
+        if scale != 1.0:
+            total.mul_(scale)
+        return total if is_final else total.to(dtype)
+
+    def add_to(self, into: torch.Tensor, scale: float = 1.0) -> None:
+        """See :meth:`PendingSum.add_to`."""
+        into.add_(self._sum_into(self._room()), alpha=scale)
+
+    def _sum_into(self, out: torch.Tensor) -> torch.Tensor:
+        self._transfer.wait()
+        sum_parts(self._parts[(slice(None), *map(slice, self._shape))], out)
+        return out
+
+    def _room(self) -> torch.Tensor:
+        """Memory for the sum, for as long as this is not released."""
+        spare, num_bytes = self._spare, self._shape.numel() * self.dtype.itemsize
+        # More than two parts of 16 bits, of which each has our rows or more: there is room for one of 32.
+        if spare is None or spare.nbytes < num_bytes or spare.storage_offset() * spare.itemsize % self.dtype.itemsize:
+            return self._new_room()
+        return spare.view(-1)[: num_bytes // spare.itemsize].view(self.dtype).view(self._shape)
+
+    def _new_room(self) -> torch.Tensor:
+        return self._parts.new_empty(self._shape, dtype=self.dtype)
+
+    def release(self) -> None:
+        """See :meth:`PendingSum.release`."""
+        self._transfer.release()
+        self._spare = None
+
+
+Pending = PendingSum | PendingParts
+
+
+class Stage:
+    """Reductions in flight over one axis, oldest first.
+
+    Args:
+        proceed: is given each that is to be received, and waits for it.
+    """
+
+    def __init__(self, proceed: Callable[[Pending], None]) -> None:
+        self._proceed = proceed
+        self._in_flight: deque[Pending] = deque()
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    def add(self, reduction: Pending) -> None:
+        """One more, just started."""
+        self._in_flight.append(reduction)
+
+    def receive(self, most: int = 0) -> None:
+        """Receive the oldest ones until at most ``most`` are in flight."""
+        while len(self._in_flight) > most:
+            reduction = self._in_flight.popleft()
+            self._proceed(reduction)
+            reduction.release()
+
+    def drop(self) -> None:
+        """Wait for all, and let go of what they brought."""
+        while self._in_flight:
+            self._in_flight.popleft().release()
