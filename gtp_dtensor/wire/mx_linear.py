@@ -18,6 +18,7 @@ from torchao.prototype.mx_formats.config import (
 )
 from torchao.prototype.mx_formats.mx_linear import mx_mm
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
+from torchao.prototype.mx_formats.utils import _to_mxfp8_dim1_kernel_wrapper
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
 from ..members import weight_of
@@ -36,11 +37,13 @@ class MXLinear(nn.Linear):
         mode: how scales are chosen.
         emulate: dequantize and multiply in high precision, for devices without these GEMMs.
         wgrad_with_hp: the weight gradient's GEMM reads high precision; else tokens have to be a multiple of 32.
+        dim1_cast: which kernel quantizes activations and gradients along tokens, where not emulated.
     """
 
     mode = ScaleCalculationMode.RCEIL
     emulate = True
     wgrad_with_hp = False
+    dim1_cast = MXFP8Dim1CastKernelChoice.CUDA
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
@@ -54,7 +57,7 @@ class MXLinear(nn.Linear):
             _BLOCK,
             _kernels(self),
             MXFP8Dim0CastKernelChoice.TORCH if self.emulate else MXFP8Dim0CastKernelChoice.TRITON,
-            MXFP8Dim1CastKernelChoice.TORCH if self.emulate else MXFP8Dim1CastKernelChoice.CUDA,
+            MXFP8Dim1CastKernelChoice.TORCH if self.emulate else self.dim1_cast,
             self.mode,
             self.wgrad_with_hp,
         )
@@ -67,12 +70,13 @@ def convert_to_mx_training(
     mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,
     emulate: bool = True,
     wgrad_with_hp: bool = False,
+    dim1_cast: MXFP8Dim1CastKernelChoice = MXFP8Dim1CastKernelChoice.CUDA,
     module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> nn.Module:
     """Make ``model``'s linears MXLinears, in place, before it is parallelized. Returns ``model``.
 
     Args:
-        mode, emulate, wgrad_with_hp: see MXLinear.
+        mode, emulate, wgrad_with_hp, dim1_cast: see MXLinear.
         module_filter_fn: of (module, name); False: not this one.
 
     Raises:
@@ -87,7 +91,7 @@ def convert_to_mx_training(
                 f"multiples of {_BLOCK}: leave it out by the filter"
             )
         module.__class__ = MXLinear
-        module.mode, module.emulate, module.wgrad_with_hp = mode, emulate, wgrad_with_hp
+        module.mode, module.emulate, module.wgrad_with_hp, module.dim1_cast = mode, emulate, wgrad_with_hp, dim1_cast
     return model
 
 
@@ -119,6 +123,7 @@ class _GEMMs:
 
     def __init__(self, module: MXLinear) -> None:
         self._mode, self._kernels, self._wgrad_with_hp = module.mode, _kernels(module), module.wgrad_with_hp
+        self._dim1_cast = module.dim1_cast
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return MXTensor.to_mx(tensor.contiguous(), _E4M3, _BLOCK, self._mode, self._kernels)
@@ -140,7 +145,15 @@ class _GEMMs:
     def weight_grad(self, grad_rows: torch.Tensor, x_rows: torch.Tensor) -> torch.Tensor:
         if self._wgrad_with_hp:
             return torch.mm(grad_rows.t(), x_rows)
-        return torch.mm(self._cast(grad_rows.t()), self._cast(x_rows.t()).t())
+        return torch.mm(self._cast_tokens(grad_rows), self._cast_tokens(x_rows).t())
+
+    def _cast_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """(features, tokens), blocks along tokens."""
+        if self._kernels is KernelPreference.EMULATED or self._dim1_cast is MXFP8Dim1CastKernelChoice.TORCH:
+            return self._cast(rows.t())
+        return _to_mxfp8_dim1_kernel_wrapper(
+            rows.contiguous(), _BLOCK, _E4M3, rows.dtype, self._kernels, self._dim1_cast, self._mode
+        )
 
 
 def forward(module: MXLinear, x: torch.Tensor) -> torch.Tensor:
