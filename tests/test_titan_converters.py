@@ -1,5 +1,6 @@
 """torchtitan's converters for quantized linears: jobs under GTP beside a single process, what is said, what is refused."""
 
+import json
 import re
 
 import pytest
@@ -18,6 +19,7 @@ from torchtitan.protocols import model_converter
 from titan_integration.float8 import FLOAT8, check_converters, converters_by_us
 from titan_integration.mx import MX, GTPMXLinearConverter
 
+COMPILED = ["--compile.enable", "--compile.backend=aot_eager", "--compile.components=model"]
 FLOAT8_JOB = [f"--{FLOAT8}.emulate", f"--{FLOAT8}.recipe_name=rowwise", f"--{FLOAT8}.filter_fqns=output"]
 
 
@@ -26,15 +28,16 @@ def slow(*values, id):
 
 
 @pytest.mark.parametrize(
-    "converter, options",
+    "converter, options, gtp_options",
     [
-        pytest.param(MX, [], id="mx"),
-        slow(MX, [f"--{MX}.recipe_name=mxfp8_cublas_rceil"], id="mx_rceil"),
-        slow(FLOAT8, FLOAT8_JOB, id="float8"),
+        pytest.param(MX, [], COMPILED, id="mx_compiled"),
+        slow(MX, [f"--{MX}.recipe_name=mxfp8_cublas_rceil"], [], id="mx_rceil"),
+        slow(FLOAT8, FLOAT8_JOB, COMPILED, id="float8_compiled"),
+        slow(FLOAT8, FLOAT8_JOB, [], id="float8"),
     ],
 )
-def test_trains_as_a_single_process(titan_jobs, tmp_path, converter, options):
-    """To the last bit, each sample being a microbatch or a rank's."""
+def test_trains_as_a_single_process(titan_jobs, tmp_path, converter, options, gtp_options):
+    """To the last bit, each sample being a microbatch or a rank's, compiled or not."""
     common = [*SMALL, f"--training.token_cache_folder={tmp_path}/tokens", "--training.exact_grad_norm"]
     common += [
         "--training.steps=2",
@@ -44,13 +47,12 @@ def test_trains_as_a_single_process(titan_jobs, tmp_path, converter, options):
     ]
     common += ["--training.local_batch_size=1", "--training.global_batch_size=2", "--optimizer.name=SGD"]
     common += ["--model.name=qwen3", "--model.flavor=gtp_debug_tied", "--metrics.no_enable_tensorboard"]
-    common += ["--experimental.custom_import=tests.titan_probe", "--model.converters", converter, *options]
+    common += ["--experimental.custom_import=tests.titan_compile_probe", "--model.converters", converter, *options]
     found = []
-    for num_ranks, axes in ((1, {}), (2, {"gtp": 2})):
+    for num_ranks, axes, more in ((1, {}, []), (2, {"gtp": 2}, gtp_options)):
         folder = tmp_path / str(num_ranks)
-        job = titan_jobs.run(
-            folder, num_ranks, *common, *degrees(**axes), f"--debug.first_gradients_folder={folder}/gradients"
-        )
+        more = [*degrees(**axes), f"--debug.first_gradients_folder={folder}/gradients", *more]
+        job = titan_jobs.run(folder, num_ranks, *common, *more)
         assert len(re.findall("runs emulated", job.output)) == 1
         common += [f"--model.hf_assets_path={folder}/checkpoint/tokenizer"] if num_ranks == 1 else []
         found.append(([(r["loss"], r["grad_norm"]) for r in metrics(folder)], gradients(folder)))
@@ -61,8 +63,10 @@ def test_trains_as_a_single_process(titan_jobs, tmp_path, converter, options):
     assert (grads.pop(tied) - expected_grads[tied]).norm() <= 1e-6 * expected_grads[tied].norm()
     for name, grad in grads.items():
         assert grad.equal(expected_grads[name]), name
-    # Seven linears in each of two blocks, after the first step and the second.
-    assert [rank["stats"]["num_quantizations"] for rank in probes(tmp_path / "2")] == [28, 28]
+    compiled = json.loads((tmp_path / "2" / "compiled_0.json").read_text())
+    assert not compiled["breaks"] and compiled["num_graphs"] == (1 if gtp_options else 0)
+    # Seven linears in each of two blocks, before the first step and after both.
+    assert [rank["stats"]["num_quantizations"] for rank in probes(tmp_path / "2")] == [42, 42]
 
 
 def job_config(*options):

@@ -38,12 +38,6 @@ def check_converters(job_config) -> None:
             )
     if MX in names:
         check_mx(job_config)
-    quantized = [name for name in names if name in (FLOAT8, MX)]
-    if quantized and job_config.compile.enable and "model" in job_config.compile.components:
-        raise NotImplementedError(
-            f"model.converters with {quantized[0]!r} and compile.components with 'model' are not supported together with gtp "
-            "yet: remove one of them"
-        )
 
 
 @contextmanager
@@ -63,11 +57,15 @@ def converters_by_us() -> Iterator[None]:
 
 
 class GTPFloat8LinearConverter(Float8LinearConverter):
-    """torchtitan's, which says where it runs emulated, and whose `emulate` holds for recipes too."""
+    """torchtitan's, which says where it runs emulated, whose `emulate` holds for recipes too and, under GTP, goes with
+    `[compile]`: there the compiler does not see the emulation."""
 
     def __init__(self, job_config, parallel_dims) -> None:
-        super().__init__(job_config, parallel_dims)
-        if not job_config.quantize.linear.float8.emulate:
+        emulate, seen = job_config.quantize.linear.float8.emulate, job_config
+        if emulate and parallel_dims.gtp_enabled:
+            seen = dataclasses.replace(job_config, compile=dataclasses.replace(job_config.compile, enable=False))
+        super().__init__(seen, parallel_dims)
+        if not emulate:
             return
         self.config = dataclasses.replace(self.config, emulate=True)
         if dist.get_rank() == 0:
