@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -61,7 +62,12 @@ def linear_on_tp(x: DTensor, tp: TPLayout, compute: Callable[[torch.Tensor, bool
         wanted = given = grad = x.placements[0] if has_tokens else Replicate()
     local = x.redistribute(mesh, (wanted,)).to_local(grad_placements=(grad,))
     y = compute(local, placement.is_replicate() and wanted.is_shard())
-    return DTensor.from_local(y, mesh, (given,), run_check=False)
+    num_out = tp.spec.shape[0]
+    if placement != Shard(0) or num_out % mesh.size() == 0:
+        return DTensor.from_local(y, mesh, (given,), run_check=False)
+    shape = torch.Size((*local.shape[:-1], num_out))
+    stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return DTensor.from_local(y, mesh, (given,), run_check=False, shape=shape, stride=tuple(stride))
 
 
 def linear_weight_grad(grad_rows: torch.Tensor, x_rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -180,6 +180,30 @@ def test_tensor_parallel_is_torchaos_own(rank, world_size, recipe, wire):
 
 
 @ranks(4)
+@pytest.mark.parametrize("recipe", ["rowwise", slow("tensorwise")])
+def test_uneven_tensor_parallel_is_torchaos_own(rank, world_size, recipe):
+    from torchao.float8 import convert_to_float8_training
+    from torchao.float8.config import Float8LinearConfig
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    pair = build_pair(lambda: convert_to_float8_training(nn.Sequential(nn.Linear(64, 63)), config=config))
+    x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for model in pair:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False)})
+        if model is pair[0]:
+            parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30))
+        outputs.append(model(x))
+        assert outputs[-1].shape == (2, 16, 63) and outputs[-1].to_local().shape[-1] == 32 - rank % 2
+        mean_square(outputs[-1].full_tensor()).backward()
+    assert torch.equal(*(output.full_tensor() for output in outputs))
+    found, expected = map(full_gradients, pair)
+    for name, grad in expected.items():
+        assert torch.equal(found[name], grad), name
+
+
+@ranks(4)
 def test_a_plain_input_of_a_tensor_parallel_weight_is_refused(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
     model = Net("tensorwise")

@@ -130,7 +130,6 @@ class Twins:
         # Without tensor parallelism: test_titan_converters.py.
         slow(4, LLAMA, {"tp": 2, "gtp": 2}, ["--model.converters=quantize.linear.mx"], DENSE, id="mx_tp2"),
         slow(4, LLAMA, {"tp": 2, "gtp": 2}, FLOAT8, DENSE, id="float8_tp2"),
-        slow(2, DEEPSEEK, {"gtp": 2, "ep": 2}, [*FLOAT8, *SGD], WITH_EXPERTS, id="float8_deepseek_v3"),
     ],
 )
 def test_compiled_trains_as_eager(jobs, tmp_path, num_ranks, model, axes, options, code):
