@@ -26,69 +26,35 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.library import Library
 
-from .handles import WeightHandle, anchor_of, refuse_hooks, weight_behind, whole_local
-from .local import Groups, cast_inputs, embedding_grad, embedding_placement, linear_weight_grad, look_up, rows_here
+from .handles import WeightHandle, anchor_of, module_behind, refuse_hooks, weight_behind, whole_local
+from .local import (
+    Groups,
+    cast_inputs,
+    embedding_grad,
+    embedding_placement,
+    linear_on_tp,
+    linear_weight_grad,
+    look_up,
+    rows_here,
+)
 from .members import STATE, ModuleState
 from .modes import in_backward
+from .operators import define, library
 from .schedule import Kind
-from .weight import ShardedWeight
+from .weight import Lease, ShardedWeight
+from .wires import gemms_of
 
-_LAST = "_gtp_last"  # attribute of inductor's graph: the buffer that our operator before this one makes
 _CALLS = "_gtp_calls"  # attribute of a token: how often it was used, in the graph that is being traced
 
 
-# ---- operators
-
-library = Library("gtp", "DEF")
-
-
-def _define(schema: str, implementation, fake) -> None:
-    name = schema.partition("(")[0]
-    # A CUDA graph that inductor records would replay the gather and nothing of what decides on it.
-    library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
-    library.impl(name, implementation, "CompositeExplicitAutograd")
-
-    def fake_and_lowering(*args):
-        _lower_in_order(getattr(torch.ops.gtp, name).default)
-        return fake(*args)
-
-    torch.library.register_fake(f"gtp::{name}", fake_and_lowering, lib=library)
-
-
-def _lower_in_order(operator: torch._ops.OpOverload) -> None:
-    """Tell inductor, where it is in use, to keep ``operator`` behind those of ours that come before it in the graph.
-
-    Done when a fake runs, which is before inductor lowers: importing inductor takes seconds and is not for us to do.
-    """
-    lowering = sys.modules.get("torch._inductor.lowering")
-    if lowering is None or operator in lowering.lowerings:
-        return
-    from torch._inductor.virtualized import V
-
-    lower = lowering.fallback_handler(operator, add_to_fallback_set=False)
-
-    def lower_in_order(*args):
-        graph = V.graph
-        num_before = len(graph.operations)
-        result = lower(*args)
-        kernel = next(op for op in graph.operations[num_before:] if getattr(op, "op_overload", None) is operator)
-        # The last one of the graph that is being lowered lives with that graph.
-        previous = graph.__dict__.get(_LAST)
-        if previous is not None:
-            graph.additional_buffer_deps[kernel.get_operation_name()].add(previous)
-        setattr(graph, _LAST, kernel.get_name())
-        return result
-
-    lowering.register_lowering(operator, type_promotion_kind=None)(lower_in_order)
+# ---- what uses have in common
 
 
 def _kind(grad: bool) -> Kind:
@@ -113,8 +79,8 @@ def _used_weight(token: torch.Tensor, grad: bool, trains: bool) -> ShardedWeight
     return weight
 
 
-def _gathered_for(weight: ShardedWeight, kind: Kind, dtype: torch.dtype | None, compute: Callable) -> torch.Tensor:
-    """``compute`` of the gathered weight, in ``dtype`` where it is given."""
+def _used(weight: ShardedWeight, kind: Kind, compute: Callable) -> torch.Tensor:
+    """``compute`` of a lease of the gathered weight."""
     runtime = weight.runtime
     # A write since the forward that is noticed only now differs from the number of a moment ago. Earlier ones change the
     # token's version, which autograd compares.
@@ -123,11 +89,19 @@ def _gathered_for(weight: ShardedWeight, kind: Kind, dtype: torch.dtype | None, 
         if kind is Kind.BACKWARD
         else runtime.acquire(weight, kind)
     )
-    w = lease.read_local()
-    result = compute(w if dtype is None else w.to(dtype))
-    del w
+    result = compute(lease)
     runtime.release(lease)
     return result
+
+
+def _gathered_for(weight: ShardedWeight, kind: Kind, dtype: torch.dtype | None, compute: Callable) -> torch.Tensor:
+    """``compute`` of the gathered weight, in ``dtype`` where it is given."""
+
+    def of(lease: Lease) -> torch.Tensor:
+        w = lease.read_local()
+        return compute(w if dtype is None else w.to(dtype))
+
+    return _used(weight, kind, of)
 
 
 def _next_call(token: torch.Tensor) -> int:
@@ -170,24 +144,43 @@ def _anchor_grad(anchor: torch.Tensor | None, like: torch.Tensor) -> torch.Tenso
 
 def _linear(x, bias, token, anchor, dtype, grad, trains, partial):
     weight = _used_weight(token, grad, trains)
-    return _gathered_for(weight, _kind(grad), dtype, lambda w: F.linear(x, w, bias))
+    gemms = gemms_of(module_behind(token), weight.tp, partial)
+    if gemms is None:
+        return _gathered_for(weight, _kind(grad), dtype, lambda w: F.linear(x, w, bias))
+    rows = _rows(x)
+    if grad:
+        gemms.check_tokens(rows.shape[0])
+    y = _used(weight, _kind(grad), lambda lease: gemms.output(rows, lease))
+    return y.view(*x.shape[:-1], y.shape[1])
 
 
 def _linear_fake(x, bias, token, anchor, dtype, grad, trains, partial):
     return x.new_empty(*x.shape[:-1], token.shape[0])
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
 def _linear_backward(grad_y, x, token, anchor, dtype, wants_input, partial, call):
     weight = weight_behind(token)
-    rows = grad_y if grad_y.dim() == 2 else grad_y.reshape(-1, grad_y.shape[-1])
+    gemms = gemms_of(module_behind(token), weight.tp, partial)
+    rows = _rows(grad_y)
     grad_x = _none(grad_y)
     if wants_input:
-        grad_x = _gathered_for(weight, Kind.BACKWARD, dtype, lambda w: torch.mm(rows, w))
+        if gemms is None:
+            grad_x = _gathered_for(weight, Kind.BACKWARD, dtype, lambda w: torch.mm(rows, w))
+        else:
+            grad_x = _used(weight, Kind.BACKWARD, lambda lease: gemms.input_grad(rows, lease))
         grad_x = grad_x.view(*grad_y.shape[:-1], grad_x.shape[1])
     if x is not None and _wants_weight_grad(weight, token):
         weight.runtime.reducer.make_room()
-        x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        _reduce(weight, linear_weight_grad(rows, x, weight.reduce_dtype), partial)
+        if gemms is None:
+            grad = linear_weight_grad(rows, _rows(x), weight.reduce_dtype)
+        else:
+            grad = gemms.weight_grad(rows, _rows(x))
+        _reduce(weight, grad, partial)
+        del grad
     return grad_x, _anchor_grad(anchor, grad_y)
 
 
@@ -225,13 +218,13 @@ def _differentiate_linear(ctx, grad_y):
     )
 
 
-_define(
+define(
     "linear(Tensor x, Tensor? bias, Tensor token, Tensor? anchor, ScalarType? dtype, bool grad, bool trains, bool partial) "
     "-> Tensor",
     _linear,
     _linear_fake,
 )
-_define(
+define(
     "linear_backward(Tensor grad_y, Tensor? x, Tensor token, Tensor? anchor, ScalarType? dtype, bool wants_input, "
     "bool partial, int call) -> (Tensor, Tensor)",
     _linear_backward,
@@ -240,28 +233,20 @@ _define(
 torch.library.register_autograd("gtp::linear", _differentiate_linear, setup_context=_save_linear, lib=library)
 
 
-def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """``functional.linear`` in code that is being compiled."""
+def linear(module: nn.Linear, x: torch.Tensor, with_bias: bool = True) -> torch.Tensor:
+    """``functional.linear``, or that of quantized GEMMs, in code that is being compiled."""
     state = getattr(module, STATE)
     handle: WeightHandle = state.handles["weight"]
-    bias = whole_local(state.leaves["bias"]) if "bias" in state.leaves else None
+    bias = whole_local(state.leaves["bias"]) if with_bias and "bias" in state.leaves else None
     x, bias, dtype = cast_inputs(x, bias, handle.token.dtype, handle.casts)
-    if handle.tp is None:
+    tp = handle.tp
+    if tp is None:
         return _call_linear(x, bias, handle, dtype, False)
-    mesh, placement = handle.tp.mesh, handle.tp.placements[0]
-    features = x.dim() - 1
-    if placement == Shard(0):
-        wanted, given, grad = Replicate(), Shard(features), Partial()
-    elif placement == Shard(1):
-        wanted, given, grad = Shard(features), Partial(), Shard(features)
-    else:
-        wanted = given = grad = Replicate() if x.placements[0].is_partial() else x.placements[0]
-    local = x.redistribute(mesh, (wanted,)).to_local(grad_placements=(grad,))
-    late_bias = bias is not None and given.is_partial()  # not once a rank
-    y = _call_linear(local, None if late_bias else bias, handle, dtype, placement.is_replicate() and wanted.is_shard())
-    y = DTensor.from_local(y, mesh, (given,), run_check=False)
+    late_bias = bias is not None and tp.placements[0] == Shard(1)  # not once a rank
+    early_bias = None if late_bias else bias
+    y = linear_on_tp(x, tp, lambda local, partial: _call_linear(local, early_bias, handle, dtype, partial))
     if late_bias:
-        y = y.redistribute(mesh, (Replicate(),)) + DTensor.from_local(bias, mesh, (Replicate(),), run_check=False)
+        y = y.redistribute(tp.mesh, (Replicate(),)) + DTensor.from_local(bias, tp.mesh, (Replicate(),), run_check=False)
     return y
 
 
@@ -323,13 +308,13 @@ def _differentiate_grouped(ctx, grad_y):
     return grad_x if wants_input else None, None, None, None, grad_anchor if wants_anchor else None, None, None, None
 
 
-_define(
+define(
     "grouped_linear(Tensor x, Tensor? offsets, SymInt[]? splits, Tensor token, Tensor? anchor, ScalarType? dtype, bool grad, "
     "bool trains) -> Tensor",
     _grouped,
     _grouped_fake,
 )
-_define(
+define(
     "grouped_linear_backward(Tensor grad_y, Tensor? x, Tensor? offsets, SymInt[]? splits, SymInt num_rows, Tensor token, "
     "Tensor? anchor, ScalarType? dtype, bool wants_input, int call) -> (Tensor, Tensor)",
     _grouped_backward,
@@ -400,12 +385,12 @@ def _differentiate_embedding(ctx, grad_y):
     return None, None, grad_anchor, None, None, None, None
 
 
-_define(
+define(
     "embedding(Tensor ids, Tensor token, Tensor anchor, int padding_idx, bool scale_by_freq, bool grad, bool trains) -> Tensor",
     _embedding,
     _embedding_fake,
 )
-_define(
+define(
     "embedding_backward(Tensor grad_y, Tensor ids, Tensor token, Tensor anchor, int padding_idx, bool scale_by_freq, int call) "
     "-> Tensor",
     _embedding_backward,
@@ -465,8 +450,8 @@ def _differentiate_gathered(ctx, grad_w):
     return None, grad_anchor, None, None
 
 
-_define("gathered(Tensor token, Tensor anchor, bool grad, bool trains) -> Tensor", _gathered, _gathered_fake)
-_define(
+define("gathered(Tensor token, Tensor anchor, bool grad, bool trains) -> Tensor", _gathered, _gathered_fake)
+define(
     "gathered_backward(Tensor grad_w, Tensor token, Tensor anchor, int call) -> Tensor",
     _gathered_backward,
     _gathered_backward_fake,

@@ -122,6 +122,11 @@ def refuse_hooks(fqn: str, param: nn.Parameter) -> None:
         )
 
 
+def module_behind(token: torch.Tensor) -> nn.Module:
+    """The module that uses the weight that ``token`` stands for."""
+    return getattr(token, _OWNER)[0]()
+
+
 def weight_behind(token: torch.Tensor) -> ShardedWeight:
     """The weight that ``token`` stands for."""
     ref, name = getattr(token, _OWNER)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .layout import TPLayout
 
@@ -38,6 +39,35 @@ def cast_arguments(dtypes: set[torch.dtype], args: tuple, kwargs: dict) -> tuple
         return value.to(dtype) if is_float and value.dtype != dtype else value
 
     return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+
+
+def linear_on_tp(x: DTensor, tp: TPLayout, compute: Callable[[torch.Tensor, bool], torch.Tensor]) -> DTensor:
+    """A linear without bias whose weight has the layout ``tp``, on local tensors, with what they owe each other.
+
+    Args:
+        x: (..., in) on the mesh of ``tp``, of one axis.
+        compute: of (this rank's x, whether the ranks of a weight that is whole have different tokens, so that its gradient
+            is a sum over them); gives this rank's (..., out).
+
+    Returns:
+        (..., out): cut along it, a partial sum, or with the tokens of x.
+    """
+    mesh, placement, features = tp.mesh, tp.placements[0], x.dim() - 1
+    if placement == Shard(0):
+        wanted, given, grad = Replicate(), Shard(features), Partial()
+    elif placement == Shard(1):
+        wanted, given, grad = Shard(features), Partial(), Shard(features)
+    else:
+        has_tokens = x.placements[0].is_shard() and x.placements[0] != Shard(features)
+        wanted = given = grad = x.placements[0] if has_tokens else Replicate()
+    local = x.redistribute(mesh, (wanted,)).to_local(grad_placements=(grad,))
+    y = compute(local, placement.is_replicate() and wanted.is_shard())
+    num_out = tp.spec.shape[0]
+    if placement != Shard(0) or num_out % mesh.size() == 0:
+        return DTensor.from_local(y, mesh, (given,), run_check=False)
+    shape = torch.Size((*local.shape[:-1], num_out))
+    stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return DTensor.from_local(y, mesh, (given,), run_check=False, shape=shape, stride=tuple(stride))
 
 
 def linear_weight_grad(grad_rows: torch.Tensor, x_rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,9 @@ from .quantized import matrices
 from .wire import WireFormat, wire_format
 
 if TYPE_CHECKING:
+    from .layout import TPLayout
     from .plan import Plan
+    from .wire.linear import GEMMs
 
 _AS_IT_IS = "bf16"
 _AUTO = "auto"
@@ -53,8 +55,11 @@ def choose_wires(plan: Plan) -> tuple[dict[int, WireFormat], list[str]]:
                 f"{', '.join(sorted(below for below, key in names.items() if key in plan.sharded)[:5])}"
             )
     chosen: dict[int, set[str]] = {}
-    for module, module_name, _, below, _, param in plan.entries:
+    for module, module_name, _, below, fqn, param in plan.entries:
         if id(param) in plan.sharded:
+            room = gemm_room(module)
+            if room is not None:
+                room.check(module, fqn)
             chosen.setdefault(id(param), set()).add(_choice(module, module_name, below, default, overrides))
     wires, small = {}, []
     for module, _, _, below, fqn, param in plan.entries:
@@ -74,8 +79,8 @@ def choose_wires(plan: Plan) -> tuple[dict[int, WireFormat], list[str]]:
 
 
 def gemm_room(module: nn.Module) -> ModuleType | None:
-    """For linears whose GEMMs read quantized weights: the module of ours that serves them, with ``wire_of`` and ``forward``.
-    Imports torchao only where such a linear is met."""
+    """For linears whose GEMMs read quantized weights: the module of ours that serves them, with ``check``, ``wire_of``,
+    ``GEMMs`` and ``forward``. Imports torchao only where such a linear is met."""
     for base in type(module).__mro__:
         if base.__name__ == "Float8Linear" and base.__module__.startswith("torchao."):
             from .wire import float8_linear
@@ -86,6 +91,12 @@ def gemm_room(module: nn.Module) -> ModuleType | None:
 
             return mx_linear
     return None
+
+
+def gemms_of(module: nn.Module, tp: TPLayout | None, cuts_tokens: bool) -> GEMMs | None:
+    """The GEMMs of ``module`` where they read quantized weights; see wire/linear.py."""
+    room = gemm_room(module)
+    return None if room is None else room.GEMMs(module, tp, cuts_tokens)
 
 
 def _wire(module: nn.Module, name: str, fqn: str) -> WireFormat | None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -35,9 +36,12 @@ def sharded_weight(linear):
 class TanhNet(nn.Module):
     """Linears that ``convert`` changes, and one at the end that it does not."""
 
-    def __init__(self, convert, checkpoints=False):
+    def __init__(self, convert, checkpoints=False, hidden=(96, 160)):
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(64, 96, bias=False), nn.Linear(96, 160), nn.Linear(160, 64, bias=False)])
+        first, second = hidden
+        self.layers = nn.ModuleList(
+            [nn.Linear(64, first, bias=False), nn.Linear(first, second), nn.Linear(second, 64, bias=False)]
+        )
         convert(self.layers)
         self.output = nn.Linear(64, 16)
         self.checkpoints = checkpoints
@@ -61,9 +65,12 @@ class Net(TanhNet):
         super().__init__(lambda layers: convert_to_float8_training(layers, config=config), checkpoints)
 
 
-def train(model, reference, num_peers, rank, rtol=1e-6):
-    """Scales of activations are a rank's own: so the reference sees each rank's samples by themselves."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+def train(model, reference, num_peers, rank, rtol=1e-6, is_exact=True, optimizer=None):
+    """Scales of activations are a rank's own: so the reference sees each rank's samples by themselves.
+
+    ``is_exact``: outputs are the same bits, else as close as gradients.
+    """
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for step in range(3):
         reference.load_state_dict(full_parameters(model))
@@ -76,7 +83,7 @@ def train(model, reference, num_peers, rank, rtol=1e-6):
                 expected = reference(batch[peer])
                 (mean_square(expected) / num_peers).backward()
                 if peer == rank:
-                    assert torch.equal(mine, expected)
+                    assert_close_to_reference(mine, expected, f"output of step {step}", 0.0 if is_exact else rtol)
                     losses.append(mean_square(expected).item())
         assert_close_to_reference(*map(full_gradients, (model, reference)), f"gradient of step {step}", rtol)
         optimizer.step()
@@ -138,21 +145,30 @@ def test_other_formats_are_refused(mesh, rank, world_size):
 
 
 @ranks(4)
-@pytest.mark.parametrize("recipe", ["tensorwise", slow("rowwise"), slow("rowwise_with_gw_hp")])
-def test_tensor_parallel_is_torchaos_own(rank, world_size, recipe):
+@pytest.mark.parametrize(
+    "recipe, wire",
+    [
+        ("tensorwise", "auto"),
+        slow("rowwise", "auto"),
+        slow("rowwise_with_gw_hp", "auto"),
+        slow("tensorwise", "bf16"),
+        slow("rowwise", "bf16"),
+    ],
+)
+def test_tensor_parallel_is_torchaos_own(rank, world_size, recipe, wire):
     """gtp peers read the same samples, so that the mean of their gradients is each one's: torchao's, to the last bit."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
     pair = build_pair(lambda: Net(recipe))
     plan = {
         "layers.0": ColwiseParallel(),
-        "layers.1": RowwiseParallel(),
-        "layers.2": ColwiseParallel(use_local_output=False),
+        "layers.1": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+        "output": RowwiseParallel(),
     }
-    plan["output"] = RowwiseParallel()
     for model in pair:
+        distribute_module(model.layers[2], mesh["tp"])  # whole on each rank, of which each has its own tokens
         parallelize_module(model, mesh["tp"], plan)
-    parallelize_module(pair[0], mesh["gtp"], GTPStyle(min_numel=30))
-    assert sharded_weight(pair[0].layers[1]).wire is not None
+    parallelize_module(pair[0], mesh["gtp"], GTPStyle(GTPConfig(wire_format=wire), min_numel=30))
+    assert (sharded_weight(pair[0].layers[1]).wire is None) == (wire == "bf16")
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
     outputs = [model(x) for model in pair]
     assert torch.equal(*outputs)
@@ -161,3 +177,38 @@ def test_tensor_parallel_is_torchaos_own(rank, world_size, recipe):
     found, expected = map(full_gradients, pair)
     for name, grad in expected.items():
         assert torch.equal(found[name], grad), name
+
+
+@ranks(4)
+@pytest.mark.parametrize("recipe", ["rowwise", slow("tensorwise")])
+def test_uneven_tensor_parallel_is_torchaos_own(rank, world_size, recipe):
+    from torchao.float8 import convert_to_float8_training
+    from torchao.float8.config import Float8LinearConfig
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    pair = build_pair(lambda: convert_to_float8_training(nn.Sequential(nn.Linear(64, 63)), config=config))
+    x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for model in pair:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False)})
+        if model is pair[0]:
+            parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30))
+        outputs.append(model(x))
+        assert outputs[-1].shape == (2, 16, 63) and outputs[-1].to_local().shape[-1] == 32 - rank % 2
+        mean_square(outputs[-1].full_tensor()).backward()
+    assert torch.equal(*(output.full_tensor() for output in outputs))
+    found, expected = map(full_gradients, pair)
+    for name, grad in expected.items():
+        assert torch.equal(found[name], grad), name
+
+
+@ranks(4)
+def test_a_plain_input_of_a_tensor_parallel_weight_is_refused(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
+    model = Net("tensorwise")
+    layer = model.layers[0]
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tp"], [Shard(0)]))
+    parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30))
+    with pytest.raises(RuntimeError, match=r"layers\.0\.weight.*mesh axes \('tp',\).*plain tensor.*parallel style"):
+        layer(torch.randn(32, 64))

@@ -4,19 +4,20 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from gtp_dtensor import GTPConfig, GTPStyle, reset_stats, stats
 from tests.harness import ranks
-from tests.reference import build_pair, mean_square, replica_options
+from tests.reference import assert_close_to_reference, build_pair, full_gradients, mean_square, replica_options
 from tests.test_float8_linear import TanhNet, sharded_weight, slow, train
 
 
 class Net(TanhNet):
-    def __init__(self, checkpoints=False, **options):
+    def __init__(self, checkpoints=False, hidden=(96, 160), **options):
         from gtp_dtensor.wire.mx_linear import convert_to_mx_training
 
-        super().__init__(lambda layers: convert_to_mx_training(layers, **options), checkpoints)
+        super().__init__(lambda layers: convert_to_mx_training(layers, **options), checkpoints, hidden)
 
 
 def options_of(case):
@@ -69,10 +70,77 @@ def test_what_is_refused(mesh, rank, world_size):
         model(torch.randn(20, 64))
 
 
-@pytest.mark.slow
+def tensor_parallel_mesh():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
+
+
 @ranks(4)
-def test_tensor_parallelism_is_refused(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
-    model = parallelize_module(Net(), mesh["tp"], {"layers.0": ColwiseParallel()})
-    with pytest.raises(NotImplementedError, match="tensor parallelism"):
-        parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30))
+@pytest.mark.parametrize("case", ["rceil", slow("floor"), slow("hp"), slow("bf16_wire")])
+@pytest.mark.parametrize("checkpoints", [False, slow(True)])
+def test_tensor_parallel_trains_as_unsharded(rank, world_size, case, checkpoints):
+    """By columns, by rows, and by columns from a cut sequence."""
+    mesh = tensor_parallel_mesh()
+    model, reference = build_pair(lambda: Net(checkpoints, (128, 192), **options_of(case)))
+    plan = {
+        "layers.0": ColwiseParallel(use_local_output=False),
+        "layers.1": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+        "layers.2": ColwiseParallel(input_layouts=Shard(0), use_local_output=False),
+        "output": RowwiseParallel(),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    wire = "bf16" if case == "bf16_wire" else "auto"
+    parallelize_module(model, mesh["gtp"], GTPStyle(GTPConfig(wire_format=wire), min_numel=30))
+    assert sharded_weight(model.layers[1]).wire_name == ("fp32" if wire == "bf16" else "mxfp8")
+    assert sharded_weight(model.layers[1]).tp.placements == (Shard(1),)
+    for kind, lr in ((torch.optim.SGD, 0.5), (torch.optim.Adam, 1e-3)):
+        optimizer = kind(model.parameters(), lr=lr)
+        train(model, reference, 2, rank // 2, is_exact=False, optimizer=optimizer)
+
+
+@ranks(4)
+@pytest.mark.parametrize(
+    "style, features, is_exact",
+    [
+        (ColwiseParallel(use_local_output=False), Replicate(), True),
+        (RowwiseParallel(use_local_output=False), Shard(-1), False),
+        (None, Shard(0), True),
+    ],
+    ids=["columns", "rows", "whole"],
+)
+def test_tensor_parallel_reads_the_same_codes(rank, world_size, style, features, is_exact):
+    """Forward and gradients of one linear: by columns, by rows, and whole where each rank has its own tokens."""
+    from gtp_dtensor.wire.mx_linear import convert_to_mx_training
+
+    mesh = tensor_parallel_mesh()
+
+    def build():
+        return convert_to_mx_training(nn.Sequential(nn.Linear(128, 64, bias=False)))
+
+    model, reference = build_pair(build)
+    if style is None:
+        distribute_module(model[0], mesh["tp"])
+    else:
+        parallelize_module(model, mesh["tp"], {"0": style})
+    parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30))
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 128, generator=generator)
+    grad = torch.randn(64, 64, generator=generator)
+    mine = distribute_tensor(x, mesh["tp"], [features]).requires_grad_()
+    whole = x.clone().requires_grad_()
+    found, expected = model(mine), reference(whole)
+    found.full_tensor().backward(grad)
+    expected.backward(grad)
+    rtol = 0.0 if is_exact else 1e-6
+    assert_close_to_reference(found.full_tensor(), expected, "output", rtol)
+    assert_close_to_reference(mine.grad.full_tensor(), whole.grad, "gradient of x", 1e-6 if style is not None else 0.0)
+    assert_close_to_reference(*map(full_gradients, (model, reference)), "gradient", 1e-6 if style is None else 0.0)
+
+
+@ranks(4)
+def test_tensor_parallelism_that_cuts_a_block_is_refused(rank, world_size):
+    mesh = tensor_parallel_mesh()
+    for wire in ("auto", "bf16"):
+        model = parallelize_module(Net(), mesh["tp"], {"layers.0": ColwiseParallel()})
+        message = r"layers\.0\.weight of shape \(96, 64\): dim 0, cut over 2 ranks of mesh axes \('tp',\).*size 1, or"
+        with pytest.raises(ValueError, match=message):
+            parallelize_module(model, mesh["gtp"], GTPStyle(GTPConfig(wire_format=wire), min_numel=30))

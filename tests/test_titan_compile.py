@@ -25,6 +25,8 @@ BY_OPERATOR = ["--activation_checkpoint.mode=selective", "--activation_checkpoin
 FORCED = "--activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns=feed_forward.w1,attention.wq"
 EVERY_SECOND = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"]
 BF16 = ["--training.mixed_precision_param=bfloat16"]
+SGD = ["--optimizer.name=SGD", "--optimizer.lr=0.1"]
+FLOAT8 = ["--model.converters=quantize.linear.float8", "--quantize.linear.float8.emulate"]
 VALIDATION = [
     "--validation.enable",
     "--validation.freq=2",
@@ -116,7 +118,7 @@ class Twins:
         slow(2, DEEPSEEK, {"gtp": 2, "ep": 2}, [], WITH_EXPERTS, id="deepseek_v3"),
         # What enters the first block is a collective's tensor.
         pytest.param(4, TIED, {"tp": 2, "gtp": 2}, [], DENSE, id="tp2gtp2"),
-        slow(2, LLAMA, {"gtp": 2}, ["--optimizer.name=SGD", "--optimizer.lr=0.1"], DENSE, id="llama3_sgd"),
+        slow(2, LLAMA, {"gtp": 2}, SGD, DENSE, id="llama3_sgd"),
         slow(4, LLAMA, {"tp": 2, "gtp": 2}, [], DENSE, id="llama3_tp2"),
         slow(4, LLAMA, {"gtp": 2}, [], DENSE, id="dps2"),
         slow(4, LLAMA, {"gtp": 2, "dpr": 2}, [], DENSE, id="dpr2"),
@@ -125,6 +127,9 @@ class Twins:
         slow(4, DEEPSEEK, {"cp": 2, "gtp": 2, "ep": 2, "egtp": 2}, [], WITH_EXPERTS, id="deepseek_v3_cp2"),
         slow(2, QWEN, {"gtp": 2}, [], {BLOCK: 1, NORM: 1, PARTS: 2, LOSS: 1}, id="qwen3"),
         slow(2, LLAMA4, {"gtp": 2, "ep": 2}, [], WITH_EXPERTS, id="llama4"),
+        # Without tensor parallelism: test_titan_converters.py.
+        slow(4, LLAMA, {"tp": 2, "gtp": 2}, ["--model.converters=quantize.linear.mx"], DENSE, id="mx_tp2"),
+        slow(4, LLAMA, {"tp": 2, "gtp": 2}, FLOAT8, DENSE, id="float8_tp2"),
     ],
 )
 def test_compiled_trains_as_eager(jobs, tmp_path, num_ranks, model, axes, options, code):

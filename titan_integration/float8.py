@@ -1,10 +1,17 @@
-"""torchtitan's float8 converter under GTP: what it leaves behind for FSDP2, and what it forgets."""
+"""torchtitan's converters under GTP: ours in their place, and what the float8 one leaves behind for FSDP2."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import torch.distributed as dist
 from torch import nn
+from torchtitan.components.quantization.float8 import Float8LinearConverter
+from torchtitan.tools.logging import logger
+
+from titan_integration.mx import MX, GTPMXLinearConverter, check_mx
 
 FLOAT8 = "quantize.linear.float8"
 
@@ -13,8 +20,8 @@ def check_converters(job_config) -> None:
     """Refuses converters that do not exist, or do not work under GTP yet.
 
     Raises:
-        ValueError: torchtitan has no converter of that name.
-        NotImplementedError: it has, and it does not work under GTP, or not together with another key.
+        ValueError: torchtitan has no converter of that name, or it cannot serve this job.
+        NotImplementedError: it has, and it does not work under GTP.
     """
     from torchtitan.protocols.model_converter import _registry_model_converter_cls
 
@@ -25,26 +32,57 @@ def check_converters(job_config) -> None:
                 f"model.converters: there is no converter {name!r}; choose from "
                 f"{', '.join(sorted(_registry_model_converter_cls))}"
             )
-        if name.startswith("quantize.") and name != FLOAT8:
+        if name.startswith("quantize.") and name not in (FLOAT8, MX):
             raise NotImplementedError(
                 f"model.converters with {name!r} is not supported together with gtp yet: remove that converter"
             )
-    if FLOAT8 in names and job_config.compile.enable and "model" in job_config.compile.components:
-        raise NotImplementedError(
-            f"model.converters with {FLOAT8!r} and compile.components with 'model' are not supported together with gtp yet: "
-            "remove one of them"
-        )
+    if MX in names:
+        check_mx(job_config)
+
+
+@contextmanager
+def converters_by_us() -> Iterator[None]:
+    """torchtitan's `Trainer.__init__` looks converters up by name; inside it finds ours under the names of torchtitan's."""
+    from torchtitan.protocols import model_converter
+
+    original = model_converter._registry_model_converter_cls
+    model_converter._registry_model_converter_cls = original | {
+        FLOAT8: GTPFloat8LinearConverter,
+        MX: GTPMXLinearConverter,
+    }
+    try:
+        yield
+    finally:
+        model_converter._registry_model_converter_cls = original
+
+
+class GTPFloat8LinearConverter(Float8LinearConverter):
+    """torchtitan's, which says where it runs emulated, whose `emulate` holds for recipes too and, under GTP, goes with
+    `[compile]`: there the compiler does not see the emulation."""
+
+    def __init__(self, job_config, parallel_dims) -> None:
+        emulate, seen = job_config.quantize.linear.float8.emulate, job_config
+        if emulate and parallel_dims.gtp_enabled:
+            seen = dataclasses.replace(job_config, compile=dataclasses.replace(job_config.compile, enable=False))
+        super().__init__(seen, parallel_dims)
+        if not emulate:
+            return
+        self.config = dataclasses.replace(self.config, emulate=True)
+        if dist.get_rank() == 0:
+            logger.info(
+                f"{FLOAT8}.emulate = true: float8 training runs emulated: operands are quantized, and multiplied in high "
+                "precision"
+            )
 
 
 def prepare_float8(model: nn.Module, job_config) -> None:
-    """To be called before the model is parallelized: weights are plain tensors again (which of them is gathered in float8
-    the wire format says), and `emulate` holds for recipes too."""
+    """To be called before the model is parallelized: weights are plain tensors again; which of them is gathered in float8
+    the wire format says."""
     if FLOAT8 not in job_config.model.converters:
         return
     from torchao.float8.float8_linear import Float8Linear
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-    emulate = job_config.quantize.linear.float8.emulate
     for module in model.modules():
         if not isinstance(module, Float8Linear):
             continue
@@ -52,8 +90,4 @@ def prepare_float8(model: nn.Module, job_config) -> None:
         if isinstance(weight.data, WeightWithDynamicFloat8CastTensor):
             plain = weight.data._tensor
             module.weight = nn.Parameter(plain.detach(), requires_grad=weight.requires_grad)
-        config = dataclasses.replace(module.config, enable_fsdp_float8_all_gather=False, emulate=emulate)
-        module.config = config
-        module.linear_mm_config = type(module.linear_mm_config)(
-            *(gemm._replace(emulate=emulate) for gemm in module.linear_mm_config)
-        )
+        module.config = dataclasses.replace(module.config, enable_fsdp_float8_all_gather=False)

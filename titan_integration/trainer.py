@@ -24,6 +24,7 @@ from titan_integration.data import GlobalOrderLoader
 from titan_integration.dims import GTPParallelDims
 from titan_integration.experts import check_experts, drop_token_counts
 from titan_integration.families import families
+from titan_integration.float8 import converters_by_us
 from titan_integration.gradients import clip_exactly, correct_scale, write_whole_gradients
 from titan_integration.settings import check_gtp_job, describe, describe_gathers, gtp_config
 
@@ -57,7 +58,7 @@ class GTPTrainer(titan_train.Trainer):
         self._num_microbatches = 0
         self._skips_step = False
         self._num_skipped_steps = 0
-        with self._checkpoints_by_us():
+        with self._checkpoints_by_us(), converters_by_us():
             super().__init__(job_config)
         if job_config.gtp.skip_nonfinite_steps:
             self._make_skippable(self.optimizers)

@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 import torch.nn as nn
 from torch.autograd.function import FunctionCtx
 from torch.compiler import is_dynamo_compiling
+from torch.distributed.tensor import DTensor, Partial, Shard
 
+from .. import compiled
 from ..functional import Edge, engine_edges, once_differentiable, param_edge, reduce_weight_grad, use_small
-from ..local import cast_inputs
+from ..layout import TPLayout
+from ..local import cast_inputs, linear_on_tp
 from ..members import weight_of
 from ..schedule import Kind
 from ..weight import Lease, ShardedWeight
 
 
-class GEMMs(Protocol):
-    """The three of a linear, by the library that owns the numbers. x_rows (T, in), grad_rows (T, out)."""
+class GEMMs(ABC):
+    """The three of a linear, by the library that owns the numbers, on local tensors: x_rows (T, in), grad_rows (T, out).
 
+    Args:
+        module: the linear.
+        tp: the tensor-parallel layout of its weight.
+        cuts_tokens: whether the ranks of a weight that is whole on tp's mesh have different tokens.
+
+    Attributes:
+        x_cut, grad_cut: the dim of x_rows and grad_rows that tp's mesh cuts, or None.
+    """
+
+    def __init__(self, module: nn.Linear, tp: TPLayout | None, cuts_tokens: bool) -> None:
+        placement = None if tp is None else tp.placements[0]
+        self.tp_mesh = None if tp is None else tp.mesh
+        tokens = 0 if cuts_tokens else None
+        self.x_cut, self.grad_cut = {Shard(0): (None, 1), Shard(1): (1, None)}.get(placement, (tokens, tokens))
+
+    def check_tokens(self, num_tokens: int) -> None:
+        """Raise ``ValueError`` where a backward could not cut so many tokens into blocks."""
+
+    @abstractmethod
     def output(self, x_rows: torch.Tensor, lease: Lease) -> torch.Tensor:
         """x_rows W^T, (T, out)."""
 
+    @abstractmethod
     def input_grad(self, grad_rows: torch.Tensor, lease: Lease) -> torch.Tensor:
         """grad_rows W, (T, in)."""
 
+    @abstractmethod
     def weight_grad(self, grad_rows: torch.Tensor, x_rows: torch.Tensor) -> torch.Tensor:
         """grad_rows^T x_rows, (out, in)."""
 
@@ -34,12 +57,12 @@ class _Linear(torch.autograd.Function):
     """y = x W^T, W gathered for this call only; see functional._Linear."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x, param, weight: ShardedWeight, kind: Kind, gemms: GEMMs):
+    def forward(ctx: FunctionCtx, x, param, weight: ShardedWeight, kind: Kind, gemms: GEMMs, owes_tp_sum: bool):
         runtime = weight.runtime
         lease = runtime.acquire(weight, kind)
         y = gemms.output(x.reshape(-1, x.shape[-1]), lease)
         runtime.release(lease)
-        ctx.use = weight, param, gemms, weight.num_writes
+        ctx.use = weight, param, gemms, owes_tp_sum, weight.num_writes
         ctx.save_for_backward(x if param.requires_grad else None)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -47,7 +70,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
         (x,) = ctx.saved_tensors
-        weight, param, gemms, num_writes = ctx.use
+        weight, param, gemms, owes_tp_sum, num_writes = ctx.use
         runtime = weight.runtime
         edges = engine_edges()
         grad_x = grad_weight = None
@@ -63,22 +86,43 @@ class _Linear(torch.autograd.Function):
         if weight_edge is not Edge.UNUSED:
             runtime.reducer.make_room()
             grad = gemms.weight_grad(rows, x.reshape(-1, x.shape[-1]))
+            if owes_tp_sum:
+                grad = DTensor.from_local(grad, weight.tp.mesh, (Partial(),), run_check=False)
             grad_weight = reduce_weight_grad(weight, param, grad, weight_edge)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
-def linear(module: nn.Linear, x: torch.Tensor, gemms: Callable[[nn.Linear], GEMMs]) -> torch.Tensor:
-    """``module(x)`` for a linear whose weight is sharded; ``gemms`` makes its GEMMs.
+def linear(module: nn.Linear, x: torch.Tensor, make: type[GEMMs]) -> torch.Tensor:
+    """``module(x)`` for a linear whose weight is sharded and whose GEMMs are ``make``'s.
+
+    Under tensor parallelism all arithmetic is local, with the communication that DTensor's rules would do: quantizing
+    DTensors costs dozens of dispatches a cast, and compiled code could not hold them.
 
     Raises:
-        NotImplementedError: in code that is being compiled.
+        RuntimeError: a plain ``x`` for a tensor-parallel weight.
     """
+    has_bias = module._parameters.get("bias") is not None
     if is_dynamo_compiling():
-        raise NotImplementedError(
-            f"a {type(module).__name__} is not served in compiled code yet: leave it uncompiled (torch.compiler.disable)"
-        )
+        y = compiled.linear(module, x, with_bias=False)
+        return y + compiled.use(module, "bias").to(y.dtype) if has_bias else y
     weight = weight_of(module, "weight")
-    bias = None if module._parameters.get("bias") is None else use_small(module, "bias")
+    bias = use_small(module, "bias") if has_bias else None
     x, _, _ = cast_inputs(x, None, weight.compute_dtype, weight.runtime.config.param_dtype is not None)
-    y = _Linear.apply(x, weight.param, weight, weight.runtime.forward_kind(), gemms(module))
+    kind, tp = weight.runtime.forward_kind(), weight.tp
+
+    def compute(local: torch.Tensor, cuts_tokens: bool) -> torch.Tensor:
+        gemms = make(module, tp, cuts_tokens)
+        if torch.is_grad_enabled():
+            gemms.check_tokens(local.numel() // local.shape[-1])
+        return _Linear.apply(local, weight.param, weight, kind, gemms, cuts_tokens)
+
+    if tp is None:
+        y = compute(x, False)
+    elif isinstance(x, DTensor):
+        y = linear_on_tp(x, tp, compute)
+    else:
+        raise RuntimeError(
+            f"{weight.fqn}: its weight is sharded over mesh axes {tp.mesh.mesh_dim_names}, its input is a plain tensor: name the "
+            "input's layout in the module's parallel style"
+        )
     return y if bias is None else y + bias.to(y.dtype)

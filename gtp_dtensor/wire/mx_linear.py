@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torchao.prototype.mx_formats.config import (
     MXFP8Dim0CastKernelChoice,
     MXFP8Dim1CastKernelChoice,
@@ -18,12 +18,13 @@ from torchao.prototype.mx_formats.config import (
 )
 from torchao.prototype.mx_formats.mx_linear import mx_mm
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
+from torchao.prototype.mx_formats.utils import _to_mxfp8_dim1_kernel_wrapper
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-from ..members import weight_of
+from ..layout import TPLayout
 from ..weight import Lease
+from . import linear
 from .base import View
-from .linear import linear
 from .mx import MXFloat8
 
 _E4M3, _BLOCK = torch.float8_e4m3fn, 32
@@ -36,15 +37,18 @@ class MXLinear(nn.Linear):
         mode: how scales are chosen.
         emulate: dequantize and multiply in high precision, for devices without these GEMMs.
         wgrad_with_hp: the weight gradient's GEMM reads high precision; else tokens have to be a multiple of 32.
+        dim1_cast: which kernel quantizes activations and gradients along tokens, where not emulated.
     """
 
     mode = ScaleCalculationMode.RCEIL
     emulate = True
     wgrad_with_hp = False
+    dim1_cast = MXFP8Dim1CastKernelChoice.CUDA
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
-        check_tokens(self, x)
+        if torch.is_grad_enabled():
+            _check_tokens(self, x.numel() // x.shape[-1])
         y = mx_mm.apply(
             x,
             self.weight,
@@ -54,7 +58,7 @@ class MXLinear(nn.Linear):
             _BLOCK,
             _kernels(self),
             MXFP8Dim0CastKernelChoice.TORCH if self.emulate else MXFP8Dim0CastKernelChoice.TRITON,
-            MXFP8Dim1CastKernelChoice.TORCH if self.emulate else MXFP8Dim1CastKernelChoice.CUDA,
+            MXFP8Dim1CastKernelChoice.TORCH if self.emulate else self.dim1_cast,
             self.mode,
             self.wgrad_with_hp,
         )
@@ -67,12 +71,13 @@ def convert_to_mx_training(
     mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,
     emulate: bool = True,
     wgrad_with_hp: bool = False,
+    dim1_cast: MXFP8Dim1CastKernelChoice = MXFP8Dim1CastKernelChoice.CUDA,
     module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> nn.Module:
     """Make ``model``'s linears MXLinears, in place, before it is parallelized. Returns ``model``.
 
     Args:
-        mode, emulate, wgrad_with_hp: see MXLinear.
+        mode, emulate, wgrad_with_hp, dim1_cast: see MXLinear.
         module_filter_fn: of (module, name); False: not this one.
 
     Raises:
@@ -87,14 +92,12 @@ def convert_to_mx_training(
                 f"multiples of {_BLOCK}: leave it out by the filter"
             )
         module.__class__ = MXLinear
-        module.mode, module.emulate, module.wgrad_with_hp = mode, emulate, wgrad_with_hp
+        module.mode, module.emulate, module.wgrad_with_hp, module.dim1_cast = mode, emulate, wgrad_with_hp, dim1_cast
     return model
 
 
-def check_tokens(module: MXLinear, x: torch.Tensor) -> None:
-    """Raise ``ValueError`` where the weight gradient's blocks would not be full."""
-    num_tokens = x.numel() // x.shape[-1]
-    if num_tokens % _BLOCK and not module.wgrad_with_hp and torch.is_grad_enabled():
+def _check_tokens(module: MXLinear, num_tokens: int) -> None:
+    if num_tokens % _BLOCK and not module.wgrad_with_hp:
         raise ValueError(
             f"MXLinear of {module.in_features} to {module.out_features} features: {num_tokens} tokens are not a multiple of "
             f"{_BLOCK}, along which the weight gradient's GEMM has blocks: use such a batch, or wgrad_with_hp=True"
@@ -105,20 +108,38 @@ def _kernels(module: MXLinear) -> KernelPreference:
     return KernelPreference.EMULATED if module.emulate else KernelPreference.AUTO
 
 
+def check(module: MXLinear, fqn: str) -> None:
+    """Raise ``ValueError`` where tensor parallelism cuts ``module``'s weight, called ``fqn``, inside a block."""
+    weight = module.weight
+    if not isinstance(weight, DTensor):
+        return
+    for placement, size in zip(weight.placements, weight.device_mesh.shape):
+        num = weight.shape[placement.dim] if isinstance(placement, Shard) else 0
+        if -(-num // size) % _BLOCK:
+            fitting = [str(s) for s in range(1, size) if -(-num // s) % _BLOCK == 0]
+            raise ValueError(
+                f"{fqn} of shape {tuple(weight.shape)}: dim {placement.dim}, cut over {size} ranks of mesh axes "
+                f"{weight.device_mesh.mesh_dim_names}, is cut inside one of the blocks of {_BLOCK} that its MXFP8 GEMMs read: "
+                f"use an axis of size {' or '.join(fitting)}, or leave it an nn.Linear (module_filter_fn, filter_fqns)"
+            )
+
+
 def wire_of(module: MXLinear) -> MXFloat8:
     """The format that ``module``'s GEMMs read."""
-    if isinstance(module.weight, DTensor):
-        raise NotImplementedError(
-            "an MXLinear under GTP is not served with tensor parallelism yet: leave it out of the plan"
-        )
     return MXFloat8(True, module.mode)
 
 
-class _GEMMs:
-    """See linear.GEMMs."""
+class GEMMs(linear.GEMMs):
+    """torchao's, as in ``mx_mm``. Blocks along features are whole on every tensor-parallel rank, and tokens are there."""
 
-    def __init__(self, module: MXLinear) -> None:
+    def __init__(self, module: MXLinear, tp: TPLayout | None, cuts_tokens: bool) -> None:
+        super().__init__(module, tp, cuts_tokens)
+        self._module = module
         self._mode, self._kernels, self._wgrad_with_hp = module.mode, _kernels(module), module.wgrad_with_hp
+        self._dim1_cast = module.dim1_cast
+
+    def check_tokens(self, num_tokens: int) -> None:
+        _check_tokens(self._module, num_tokens)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return MXTensor.to_mx(tensor.contiguous(), _E4M3, _BLOCK, self._mode, self._kernels)
@@ -140,13 +161,17 @@ class _GEMMs:
     def weight_grad(self, grad_rows: torch.Tensor, x_rows: torch.Tensor) -> torch.Tensor:
         if self._wgrad_with_hp:
             return torch.mm(grad_rows.t(), x_rows)
-        return torch.mm(self._cast(grad_rows.t()), self._cast(x_rows.t()).t())
+        return torch.mm(self._cast_tokens(grad_rows), self._cast_tokens(x_rows).t())
+
+    def _cast_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """(features, tokens), blocks along tokens."""
+        if self._kernels is KernelPreference.EMULATED or self._dim1_cast is MXFP8Dim1CastKernelChoice.TORCH:
+            return self._cast(rows.t())
+        return _to_mxfp8_dim1_kernel_wrapper(
+            rows.contiguous(), _BLOCK, _E4M3, rows.dtype, self._kernels, self._dim1_cast, self._mode
+        )
 
 
 def forward(module: MXLinear, x: torch.Tensor) -> torch.Tensor:
     """``module(x)`` for an ``MXLinear`` whose weight is sharded."""
-    weight = weight_of(module, "weight")
-    if weight.tp is not None or isinstance(x, DTensor):  # also where it is gathered in high precision
-        raise NotImplementedError(f"{weight.fqn}: an MXLinear under GTP is not served with tensor parallelism yet")
-    check_tokens(module, x)
-    return linear(module, x, _GEMMs)
+    return linear.linear(module, x, GEMMs)
