@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from gtp_dtensor import GTPStyle
+from gtp_dtensor.members import STATE
 from tests.harness import ranks
 from tests.test_compile import backends, compile_blocks, fresh, num_compilations, train_twins, twins
 from tests.test_float8_linear import sharded_weight, slow
@@ -110,6 +111,18 @@ def test_tensor_parallel_trains_as_eager(rank, world_size, kind, backend):
     pair = twins(lambda: Net(kind), shard)
     assert sharded_weight(pair[0].layers[0].down).tp.placements == (Shard(1),)
     expect_twins(pair, backend, rank // 2, 2)
+
+
+@pytest.mark.slow
+@ranks(2, timeout=300, group_timeout=200)
+@pytest.mark.parametrize("kind", ["mx", "rowwise"])
+def test_weights_that_stay_whole(mesh, rank, world_size, kind):
+    """torchao's own functions, traced."""
+    fresh()
+    style = GTPStyle(min_numel=30, exclude=["layers.*.gate.weight"])
+    pair = twins(lambda: Net(kind), lambda model: parallelize_module(model, mesh["gtp"], style))
+    assert "weight" in pair[1].layers[0].gate.__dict__[STATE].smalls
+    expect_twins(pair, "aot_eager", rank, world_size)
 
 
 @pytest.mark.slow

@@ -112,6 +112,27 @@ def rank_alone():
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize(
+    "recipe, mode, wgrad_with_hp",
+    [
+        ("mxfp8_cublas", "floor", False),
+        ("mxfp8_cublas_rceil", "rceil", False),
+        ("mxfp8_emulated", "floor", False),
+        ("mxfp8_rceil", "rceil", False),
+        ("mxfp8_rceil_wgrad_with_hp", "rceil", True),
+        ("mxfp8_emulated_rceil", "rceil", False),
+    ],
+)
+def test_recipes(rank_alone, recipe, mode, wgrad_with_hp):
+    """Emulated: there is no device of capability 10.0 here."""
+    model = nn.ModuleDict({"a": nn.Linear(64, 32)})
+    options = [f"--{MX}.recipe_name={recipe}", f"--{MX}.mxfp8_dim1_cast_kernel_choice=cuda"]
+    GTPMXLinearConverter(job_config(*options), None).convert(model)
+    layer = model["a"]
+    assert (layer.mode.value, layer.wgrad_with_hp, layer.emulate) == (mode, wgrad_with_hp, True)
+    assert layer.dim1_cast.value == "cuda"
+
+
 def test_features_that_blocks_do_not_divide_are_named_with_the_key(rank_alone):
     model = nn.ModuleDict({"a": nn.Linear(64, 48), "odd": nn.Linear(20, 20)})
     config = job_config()
