@@ -7,6 +7,7 @@ import dataclasses
 from torch import nn
 
 FLOAT8 = "quantize.linear.float8"
+_OF_EXPERTS = ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
 
 
 def check_converters(job_config) -> None:
@@ -25,15 +26,17 @@ def check_converters(job_config) -> None:
                 f"model.converters: there is no converter {name!r}; choose from "
                 f"{', '.join(sorted(_registry_model_converter_cls))}"
             )
-        if name.startswith("quantize.") and name != FLOAT8:
+        if name.startswith("quantize.") and name not in (FLOAT8, *_OF_EXPERTS):
             raise NotImplementedError(
                 f"model.converters with {name!r} is not supported together with gtp yet: remove that converter"
             )
-    if FLOAT8 in names and job_config.compile.enable and "model" in job_config.compile.components:
-        raise NotImplementedError(
-            f"model.converters with {FLOAT8!r} and compile.components with 'model' are not supported together with gtp yet: "
-            "remove one of them"
-        )
+    compiles = job_config.compile.enable and "model" in job_config.compile.components
+    for name in (FLOAT8, *_OF_EXPERTS):
+        if name in names and compiles:
+            raise NotImplementedError(
+                f"model.converters with {name!r} and compile.components with 'model' are not supported together with gtp "
+                "yet: remove one of them"
+            )
 
 
 def prepare_float8(model: nn.Module, job_config) -> None:

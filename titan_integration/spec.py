@@ -10,6 +10,7 @@ from torchtitan.components.optimizer import build_optimizers_with_moe_load_balan
 from torchtitan.protocols.train_spec import ModelProtocol, TrainSpec, register_train_spec
 
 from gtp_dtensor import logical_init
+from titan_integration import grouped_converters
 from titan_integration.data import build_dataloader
 from titan_integration.families import Family, families
 from titan_integration.metrics import build_metrics_processor
@@ -67,6 +68,7 @@ def train_spec(family: Family) -> TrainSpec:
 
 
 def register() -> None:
-    """Registers every family with torchtitan, once per process (torchtitan refuses a second time)."""
+    """Registers every family and our converters with torchtitan, once per process (torchtitan refuses a second time)."""
+    grouped_converters.register()
     for name, family in families().items():
         register_train_spec(name, train_spec(family))
