@@ -1,4 +1,4 @@
-"""Experts whose grouped GEMMs read float8 and MXFP8: torchao's numbers unsharded, the same bits with gathered weights."""
+"""Experts whose grouped GEMMs read float8 and MXFP8: torchao's numbers unsharded, the same bits when gathered."""
 
 from unittest import mock
 
@@ -61,8 +61,8 @@ def torchao_reference(name, x, w, offsets, grad):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_unsharded_it_is_torchaos_arithmetic(name):
-    """Experts ten times apart, one of them without tokens, and rows of zeros; weights in bfloat16, as torchao's function
-    for MXFP8 takes them."""
+    """Experts ten times apart, one of them without tokens, and rows of zeros; weights in bfloat16, as torchao's
+    function for MXFP8 takes them."""
     from gtp_dtensor.wire.grouped_linear import use_grouped_gemms
 
     torch.manual_seed(0)

@@ -30,8 +30,8 @@ from tests.reference import (
 from tests.test_experts import grids
 from tests.test_wires import Straight, amaxes, counted_bytes, filled_up, slow, whole_quantized
 
-# On 4 ranks: one and two experts each; six, whose features are cut at blocks of 128, inside them, and into ranks without
-# a block. Some have features that are no multiple of a block, or of the ranks.
+# On 4 ranks: one and two experts each; six, whose features are cut at blocks of 128, inside them, and into ranks
+# without a block. Some have features that are no multiple of a block, or of the ranks.
 SHAPES = {"w1": (4, 256, 128), "w2": (8, 160, 128), "w3": (6, 512, 128), "w4": (6, 384, 128), "w5": (6, 150, 128)}
 EVEN = {"w1": (4, 256, 256), "w2": (8, 256, 256), "w3": (6, 512, 256)}  # blocks that etp does not cut
 

@@ -34,8 +34,8 @@ def check_converters(job_config) -> None:
     for name in (FLOAT8, *_OF_EXPERTS):
         if name in names and compiles:
             raise NotImplementedError(
-                f"model.converters with {name!r} and compile.components with 'model' are not supported together with gtp "
-                "yet: remove one of them"
+                f"model.converters with {name!r} and compile.components with 'model' are not supported together with "
+                "gtp yet: remove one of them"
             )
 
 

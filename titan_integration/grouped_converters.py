@@ -1,7 +1,7 @@
 """torchtitan's converters of routed experts, `quantize.grouped_mm.float8` and `.mx`, with torchao 0.17.
 
-torchtitan 0.2.2's own import names that torchao 0.17 no longer has. These read the same TOML sections, and serve experts
-with GTP and without.
+torchtitan 0.2.2's own import names that torchao 0.17 no longer has. These read the same TOML sections, and serve
+experts with GTP and without.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _convert(model: nn.Module, key: str, fqns: list[str] | str, gemms) -> None:
         module.__class__ = QuantizedGroupedExperts
     how = "emulated: quantized, dequantized, and multiplied in high precision" if gemms.emulate else "on the GPU"
     logger.info(
-        f"Grouped GEMMs of {len(chosen)} layers of routed experts read {gemms.name} ({how}); weight gradients are in high "
-        "precision"
+        f"Grouped GEMMs of {len(chosen)} layers of routed experts read {gemms.name} ({how}); weight gradients are in "
+        "high precision"
     )
 
 

@@ -139,8 +139,8 @@ class _WholeGroupedLinear(torch.autograd.Function):
 
 
 class Float8GroupedGEMMs(GroupedGEMMs):
-    """e4m3 with a power of 2 as scale for a token, for an out feature of an expert, and in the GEMM of the input gradient
-    for an in feature of an expert: torchao's rowwise recipe.
+    """e4m3 with a power of 2 as scale for a token, for an out feature of an expert, and in the GEMM of the input
+    gradient for an in feature of an expert: torchao's rowwise recipe.
 
     Args:
         emulate: see GroupedGEMMs. False: torch's scaled grouped GEMM, for groups given as offsets, which have to be
@@ -156,8 +156,8 @@ class Float8GroupedGEMMs(GroupedGEMMs):
     def __init__(self, emulate: bool = True) -> None:
         if not emulate and not has_scaled_grouped_mm():
             raise ValueError(
-                "Float8GroupedGEMMs(emulate=False): torch's scaled grouped GEMM needs a GPU of compute capability 9.0; use "
-                "emulate=True"
+                "Float8GroupedGEMMs(emulate=False): torch's scaled grouped GEMM needs a GPU of compute capability 9.0; "
+                "use emulate=True"
             )
         self.emulate = emulate
         self.wire = Float8Rows(Amax.COLUMN, power_of_2=True)
@@ -254,8 +254,8 @@ def _check_features(fqn: str, param: torch.Tensor, gemms: GroupedGEMMs) -> None:
     if local.shape[1] % gemms.feature_block or local.shape[2] % gemms.feature_block:
         where = f", {tuple(local.shape)} on this rank" if local is not param else ""
         raise ValueError(
-            f"{fqn} of shape {tuple(param.shape)}{where}: out and in features of grouped GEMMs in {gemms.name} have to be "
-            f"multiples of {gemms.feature_block}: leave these experts out, or cut them less"
+            f"{fqn} of shape {tuple(param.shape)}{where}: out and in features of grouped GEMMs in {gemms.name} have to "
+            f"be multiples of {gemms.feature_block}: leave these experts out, or cut them less"
         )
 
 
