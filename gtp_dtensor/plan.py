@@ -19,7 +19,7 @@ from .layout import TPLayout, axis_name, tp_layout
 from .members import STATE, state_members
 from .runtime import SUCCESSOR
 from .wire import WireFormat
-from .wires import choose_wires
+from .wires import GROUPED_GEMMS, choose_wires
 
 if TYPE_CHECKING:
     from .style import GTPStyle
@@ -142,6 +142,14 @@ class Plan:
                 names = ", ".join(sorted({one.__name__ for one in classes}))
                 raise ValueError(
                     f"GTPStyle(forwards=...): no module here is exactly a {cls.__name__}; there are {names}"
+                )
+        for module, _, _, _, fqn, param in self.entries:
+            reads_quantized = GROUPED_GEMMS in module.__dict__ and id(param) in self.sharded
+            if reads_quantized and type(module) not in self.style.forwards:
+                cls = type(module).__name__
+                raise ValueError(
+                    f"{fqn} of shape {tuple(param.shape)}: grouped GEMMs of its {cls} read quantized numbers, so GTPStyle needs "
+                    f"a forward that calls grouped_linear: GTPStyle(forwards={{{cls}: ...}})"
                 )
         if not self.style.is_expert or self.tp_mesh is None:
             return

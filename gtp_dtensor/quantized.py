@@ -41,20 +41,22 @@ class QuantizedShard:
     Attributes:
         shape: of the TP-local weight, as matrices.
         cut: the rows that each rank quantizes and sends: whole blocks of them.
+        source: with ``check_param_states``, a copy of what was quantized last.
     """
 
-    def __init__(self, weight: ShardedWeight, wire: WireFormat, alignment: int) -> None:
+    def __init__(self, weight: ShardedWeight, wire: WireFormat) -> None:
         self.wire = wire
         self.shape = matrices(weight.tp_local_shape, weight.layout.is_stack)
         self._row_dim = len(self.shape) - 2
         cut = weight.cut
         block = wire.row_block if cut.dim == self._row_dim else 1
-        self.cut = RowCut(cut.num_rows, cut.axis_size, 1, cut.dim, math.lcm(block, alignment))
-        self._send_shape = cut.resized(self.shape, self.cut.chunk)
-        self._num_rows = self._whole_blocks(cut.num_rows)
-        self._buffer_shape = cut.resized(self.shape, self.cut.buffer_rows)
+        self.cut = RowCut(cut.num_rows, cut.axis_size, 1, cut.dim, math.lcm(block, cut.alignment))
+        self._filled_shape = self._filled(self.shape)
+        self._send_shape = cut.resized(self._filled_shape, self.cut.chunk)
+        self._buffer_shape = cut.resized(self._filled_shape, self.cut.buffer_rows)
         self.parts: dict[View, Parts] = {}
         self.amax: dict[Amax, torch.Tensor] = {}  # of the whole weight
+        self.source: torch.Tensor | None = None
         self._slots: dict[Amax, torch.Tensor] = {}
         self._first_row = weight.runtime.transport.rank * self.cut.chunk
         # A rank knows the largest value of a whole row, unless tensor parallelism cuts columns.
@@ -68,8 +70,9 @@ class QuantizedShard:
         axes = {Amax.MATRIX: sorted(cut_rows + cut_columns), Amax.COLUMN: cut_rows, Amax.ROW: cut_columns}
         self.groups = {amax: tuple(weight.tp.mesh.get_group(axis) for axis in of) for amax, of in axes.items()}
 
-    def _whole_blocks(self, num_rows: int) -> int:
-        return -(-num_rows // self.wire.row_block) * self.wire.row_block if self.cut.dim == self._row_dim else num_rows
+    def _filled(self, shape: torch.Size) -> torch.Size:
+        """``shape`` of matrices as they are quantized: the last block filled up with rows of zeros."""
+        return torch.Size((*shape[:-2], -(-shape[-2] // self.wire.row_block) * self.wire.row_block, shape[-1]))
 
     # ---- sizes
 
@@ -121,6 +124,8 @@ class QuantizedShard:
         self.amax, self._slots = self._slots, {}
         runtime, cut = weight.runtime, weight.replica_cut
         rows = self._stored(weight)
+        if runtime.config.check_param_states:
+            self.source = weight.param._local_tensor.detach().clone()
         with own_ops(weight.fqn, "quantize"):
             if cut is None:
                 self._quantize_rows(runtime.transport.move_rows(rows, weight.cut, self.cut))
@@ -139,11 +144,12 @@ class QuantizedShard:
     def _replicas_hold_whole_blocks(self, weight: ShardedWeight) -> bool:
         cut = weight.replica_cut
         block = self.wire.row_block if cut.dim == self._row_dim else 1
-        return self.cut.chunk == weight.cut.chunk and cut.chunk % block == 0 and weight.num_local_rows % block == 0
+        return self.cut.chunk == weight.cut.chunk and cut.chunk % block == 0 and cut.num_rows % block == 0
 
     def _quantized(self, rows: torch.Tensor, first: dict[int, int], length: int, dim: int) -> dict[View, Parts]:
         """Parts of ``rows``, which begin at ``first`` in the weight, padded with zeros to ``length`` along ``dim``."""
         rows = _padded(rows, length, dim)
+        rows = _padded(rows, self._filled(rows.shape)[-2], self._row_dim)
         amax = {}
         for key, shape in self.slot_shapes().items():
             slot = self.amax[key]
@@ -183,14 +189,15 @@ class QuantizedShard:
     def _gather_quantized(self, weight: ShardedWeight, rows: torch.Tensor, transport: CollectiveTransport) -> None:
         """Each replica quantizes what it stores, and all send that to each other."""
         cut = weight.replica_cut
+        filled = self._filled(rows.shape)
         if rows.numel():
             mine = self._quantized(rows, self._place(weight), cut.padded, cut.dim)
         else:
-            shape = cut.resized(rows.shape, cut.padded)
+            shape = cut.resized(filled, cut.padded)
             mine = {view: self._zeros(view, shape, rows.device) for view in self.wire.views}
         views = {}
         for view, parts in mine.items():
-            whole = cut.resized(rows.shape, cut.buffer_rows)
+            whole = cut.resized(filled, cut.buffer_rows)
             buffers = tuple(part.new_empty(s) for part, s in zip(parts, self.wire.part_shapes(view, whole)))
             transfer = transport.all_gather_parts(buffers, parts, cut.dim)
             transfer.wait()
@@ -216,21 +223,19 @@ class QuantizedShard:
 
     def whole(self, view: View, gathered: Parts) -> Parts:
         """The parts of the TP-local weight, its last block filled up with zeros."""
-        shapes = self.wire.part_shapes(view, self.cut.resized(self.shape, self._num_rows))
+        shapes = self.wire.part_shapes(view, self._filled_shape)
         dim = self.cut.dim
         return tuple(part.narrow(dim, 0, shape[dim]) for part, shape in zip(gathered, shapes))
 
     def codes_and_scale(self, lease: Lease) -> tuple[torch.Tensor, torch.Tensor]:
         """Of a format whose codes were multiplied by a scale: the TP-local weight's, for a GEMM that reads them."""
-        codes, scale = self.wire.codes_and_scale(lease.view, self.whole(lease.view, lease.parts), self.amax)
-        num_rows = lease.weight.cut.num_rows
-        return self.cut.first(codes, num_rows), scale[:num_rows] if scale.shape[0] > 1 else scale
+        return self.wire.codes_and_scale(lease.view, self.whole(lease.view, lease.parts), self.amax)
 
     def read(self, view: View, gathered: Parts, weight: ShardedWeight) -> torch.Tensor:
         """The TP-local weight in its compute dtype."""
-        shape = self.cut.resized(self.shape, self._num_rows)
-        values = self.wire.dequantize(view, self.whole(view, gathered), shape, self.amax, weight.compute_dtype)
-        return self.cut.first(values, weight.cut.num_rows).reshape(weight.tp_local_shape)
+        parts = self.whole(view, gathered)
+        values = self.wire.dequantize(view, parts, self._filled_shape, self.amax, weight.compute_dtype)
+        return values.narrow(self._row_dim, 0, self.shape[self._row_dim]).reshape(weight.tp_local_shape)
 
 
 def _padded(tensor: torch.Tensor, length: int, dim: int) -> torch.Tensor:

@@ -480,9 +480,10 @@ class Runtime:
         for weight in stepped:
             if weight.param.grad is not None:
                 weight.count_write()
-        # All of them: an optimizer may have been given fewer parameters on a rank whose shards are empty.
+        # All but frozen ones: an optimizer may have been given fewer parameters on a rank whose shards are empty.
         for weight in self.live_weights():
-            weight.mark_changed()
+            if weight.param.requires_grad or weight.param.grad is not None:
+                weight.mark_changed()
         self._has_optimizer = True
         self.schedule.mark_step()
 

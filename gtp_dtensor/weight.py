@@ -204,9 +204,8 @@ class ShardedWeight:
         self.buffer_shape = cut.resized(self.tp_local_shape, cut.buffer_rows)
         self.send_shape = cut.resized(self.tp_local_shape, cut.padded)
         self.num_buffer_elements = self.buffer_shape.numel()
-        alignment = runtime.config.pad_for_alignment or 1
         self.wire = wire
-        self.quantized = None if wire is None else QuantizedShard(self, wire, alignment)
+        self.quantized = None if wire is None else QuantizedShard(self, wire)
         self.is_buffer_exact = self.buffer_shape == self.tp_local_shape
         self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
         self.counters = WeightCounters()
@@ -379,13 +378,18 @@ class ShardedWeight:
 
     def check_copy(self) -> None:
         """Debug check (``check_param_states``): the compute shard still holds the parameter's values."""
-        if self.compute_shard is None or self.compute_shard is not self._copy:
+        local = self.param._local_tensor
+        if self.compute_shard is None:
             return
-        self._await_pieces()
-        local, stored = self.param._local_tensor, self._shard_rows()
-        if self.replica_cut is not None:
-            cut = self.replica_cut
-            stored = stored.narrow(cut.dim, *cut.rows_of(self.runtime.domain.shard_transport.rank))
+        if self.quantized is not None:
+            stored = self.quantized.source
+        elif self.compute_shard is self._copy:
+            self._await_pieces()
+            stored, cut = self._shard_rows(), self.replica_cut
+            if cut is not None:
+                stored = stored.narrow(cut.dim, *cut.rows_of(self.runtime.domain.shard_transport.rank))
+        else:
+            return
         if not torch.equal(stored, local.to(stored.dtype)):
             raise RuntimeError(
                 f"{self.fqn}: illegal transition of the compute shard from 'stale' to 'gathered': the parameter was "

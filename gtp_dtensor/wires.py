@@ -23,6 +23,7 @@ _AS_IT_IS = "bf16"
 _AUTO = "auto"
 # Modules that travel as they are by default, like embeddings: quantizing logits' weights costs most and saves least.
 _OUTPUT_NAMES = ("output", "lm_head")
+GROUPED_GEMMS = "grouped_gemms"  # attribute of modules whose stacks quantized GEMMs read; see wire/grouped_linear.py
 
 
 def choose_wires(plan: Plan) -> tuple[dict[int, WireFormat], list[str]]:
@@ -79,8 +80,12 @@ def choose_wires(plan: Plan) -> tuple[dict[int, WireFormat], list[str]]:
 
 
 def gemm_room(module: nn.Module) -> ModuleType | None:
-    """For linears whose GEMMs read quantized weights: the module of ours that serves them, with ``check``, ``wire_of``,
-    ``GEMMs`` and ``forward``. Imports torchao only where such a linear is met."""
+    """For linears and experts whose GEMMs read quantized weights: the module of ours that serves them, with ``check`` and
+    ``wire_of``, and for linears ``GEMMs`` and ``forward``. Imports torchao only where such a module is met."""
+    if GROUPED_GEMMS in module.__dict__:
+        from .wire import grouped_linear
+
+        return grouped_linear
     for base in type(module).__mro__:
         if base.__name__ == "Float8Linear" and base.__module__.startswith("torchao."):
             from .wire import float8_linear
@@ -132,7 +137,9 @@ def _check_shape(fqn: str, wire: WireFormat, shape: torch.Size, param: torch.Ten
             f"which do not divide {shape[-1]}; name another format for it, such as "
             f"wire_format_overrides={{'{below}': 'fp8_rowwise'}} or 'bf16'"
         )
-    if isinstance(param, DTensor) and shape[-2] % wire.row_block:
+    row_dim = len(shape) - 2
+    cuts_rows = isinstance(param, DTensor) and any(p.is_shard(row_dim) for p in param.placements)
+    if cuts_rows and shape[-2] % wire.row_block:
         raise ValueError(
             f"{fqn} of shape {tuple(param.shape)}{tp}: wire format '{wire.name}' has blocks of {wire.row_block} rows, and "
             f"tensor parallelism cuts one; name another format for it, such as "

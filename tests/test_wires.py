@@ -238,9 +238,9 @@ def counted_bytes(transport):
     sent = Counter()
 
     def counting(method, kind, num_bytes):
-        def call(self, *args):
+        def call(self, *args, **options):
             sent[kind] += num_bytes(*args)
-            return method(self, *args)
+            return method(self, *args, **options)
 
         return mock.patch.object(transport, method.__name__, call)
 

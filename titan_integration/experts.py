@@ -90,6 +90,12 @@ def forward_experts(module: GroupedExperts, x: torch.Tensor, num_tokens_per_expe
     return _unpermute(_grouped(module, x, num_tokens_per_expert), shape, indices)
 
 
+class QuantizedGroupedExperts(GroupedExperts):
+    """torchtitan's experts whose grouped GEMMs read quantized numbers; see `grouped_converters`."""
+
+    forward = forward_experts
+
+
 def own_patterns(model: nn.Module, patterns: Iterable[str], of_experts: bool) -> list[str]:
     """Those that name a weight of a model's or a stage's routed experts, or one of the others."""
     names = (name.replace("_checkpoint_wrapped_module.", "") for name, _ in model.named_parameters())
@@ -107,6 +113,7 @@ def apply_expert_style(model: nn.Module, parallel_dims, job_config) -> None:
     """`GTPStyle` on the routed experts of a model or a pipeline stage, on the axis `egtp`; nothing where it has none."""
     if not moe_layers(model):
         return
+    classes = {type(module) for module in model.modules() if isinstance(module, GroupedExperts)}
     style = GTPStyle(
         gtp_config(job_config),
         modules=[EXPERTS],
@@ -116,7 +123,7 @@ def apply_expert_style(model: nn.Module, parallel_dims, job_config) -> None:
         replicate_mesh=parallel_dims.get_optional_mesh("dp_replicate"),
         optimizer_shard_mesh=parallel_dims.get_optional_mesh("expert_optimizer_shard"),
         is_expert=True,
-        forwards={GroupedExperts: forward_experts},
+        forwards=dict.fromkeys(classes, forward_experts),
     )
     parallelize_module(model, parallel_dims.get_mesh("egtp"), style)
 

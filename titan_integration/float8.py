@@ -14,6 +14,7 @@ from torchtitan.tools.logging import logger
 from titan_integration.mx import MX, GTPMXLinearConverter, check_mx
 
 FLOAT8 = "quantize.linear.float8"
+OF_EXPERTS = ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
 
 
 def check_converters(job_config) -> None:
@@ -32,9 +33,14 @@ def check_converters(job_config) -> None:
                 f"model.converters: there is no converter {name!r}; choose from "
                 f"{', '.join(sorted(_registry_model_converter_cls))}"
             )
-        if name.startswith("quantize.") and name not in (FLOAT8, MX):
+        if name.startswith("quantize.") and name not in (FLOAT8, MX, *OF_EXPERTS):
             raise NotImplementedError(
                 f"model.converters with {name!r} is not supported together with gtp yet: remove that converter"
+            )
+        if name in OF_EXPERTS and job_config.compile.enable and "model" in job_config.compile.components:
+            raise NotImplementedError(
+                f"model.converters with {name!r} and compile.components with 'model' are not supported together with gtp "
+                "yet: remove one of them"
             )
     if MX in names:
         check_mx(job_config)
@@ -45,10 +51,14 @@ def converters_by_us() -> Iterator[None]:
     """torchtitan's `Trainer.__init__` looks converters up by name; inside it finds ours under the names of torchtitan's."""
     from torchtitan.protocols import model_converter
 
+    # Experts import the settings, and those import this module.
+    from titan_integration.grouped_converters import Float8GroupedMMConverter, MXGroupedMMConverter
+
     original = model_converter._registry_model_converter_cls
     model_converter._registry_model_converter_cls = original | {
         FLOAT8: GTPFloat8LinearConverter,
         MX: GTPMXLinearConverter,
+        **dict(zip(OF_EXPERTS, (Float8GroupedMMConverter, MXGroupedMMConverter))),
     }
     try:
         yield

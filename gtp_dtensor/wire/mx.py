@@ -49,7 +49,9 @@ class MXFloat8(WireFormat):
         self, view: View, parts: Parts, dtype: torch.dtype, kernels: KernelPreference = KernelPreference.EMULATED
     ) -> MXTensor:
         """torchao's tensor: (..., rows, columns), or for the backward (..., columns, rows)."""
-        codes, scales = parts if view is View.ROWS else (part.transpose(-2, -1).contiguous() for part in parts)
+        if view is View.COLUMNS:
+            parts = tuple(part.transpose(-2, -1) for part in parts)
+        codes, scales = (part.contiguous() for part in parts)  # torchao takes what is not for a transposed matrix
         codes, scales = codes.view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu)
         return MXTensor.from_qdata_and_scales(codes, scales, dtype, block_size=_BLOCK, kernel_preference=kernels)
 
