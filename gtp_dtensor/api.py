@@ -34,8 +34,9 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
     While False, gradients are summed over the gtp axis only and kept back, in memory of the size of this rank's shards;
     where there are no replicas those of sharded weights go into ``.grad`` at once. For accumulation over microbatches:
     set False before the first and True before the last backward (whose communication then overlaps it), or call
-    :func:`finalize_grads` after the last. ``zero_grad()`` does not reach what is kept back; gradients that hooks or
-    ``torch.autograd.grad`` ask for are never kept back.
+    :func:`finalize_grads` after the last. ``zero_grad()`` does not reach what is kept back: where a step is given up
+    (a microbatch raised), call :func:`finalize_grads` first. Gradients that hooks or ``torch.autograd.grad`` ask for are
+    never kept back.
     """
     for runtime in model_runtimes(model):
         runtime.syncs_gradients = requires_gradient_sync
