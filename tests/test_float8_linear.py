@@ -73,7 +73,7 @@ def train(model, reference, num_peers, rank, rtol=1e-6, optimizer=None):
         reference.load_state_dict(full_parameters(model))
         for microbatch in range(2):
             generator = torch.Generator().manual_seed(10 * step + microbatch)
-            batch = torch.randn(num_peers, 32, 64, generator=generator).to(model.output.weight.device)
+            batch = torch.randn(num_peers, 32, 64, generator=generator).to(next(model.parameters()).device)
             mine = model(batch[rank])
             mean_square(mine).backward()
             for peer in range(num_peers):
