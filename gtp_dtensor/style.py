@@ -27,8 +27,8 @@ from .layout import TPLayout, check_gtp_mesh, replica_axis, weight_layout
 from .members import STATE, ModuleState
 from .modules import Forward, explicit_forward, root_state, sharded_class
 from .plan import ModuleFilter, Plan, is_taken_by_experts
-from .runtime import SUCCESSOR
 from .small import SmallParam
+from .steps import SUCCESSOR
 from .weight import ShardedWeight
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,8 @@ class GTPStyle(ParallelStyle):
             if not is_on:
                 return module
         plan.check()
-        _Application(self, plan, domain_of(device_mesh, shard_mesh, replicate_mesh, self.is_expert)).run()
+        domain = domain_of(device_mesh, shard_mesh, replicate_mesh, self.is_expert, self.config.transport)
+        _Application(self, plan, domain).run()
         return module
 
     def __repr__(self) -> str:
