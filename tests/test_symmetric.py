@@ -2,6 +2,7 @@
 peer memory are mapped files. Its bytes on a GPU: test_gpu_symmetric.py."""
 
 import contextlib
+import time
 from unittest import mock
 
 import pytest
@@ -79,7 +80,10 @@ def _trained(mesh, config, rank, world_size, num_steps=4):
 def test_bit_for_bit_as_collectives(mesh, rank, world_size, late):
     """Both sum in float32 in rank order. One stream of one rank is late."""
     config = GTPConfig(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, reduce_scatter_with_fp32_accumulation=True, look_ahead=2
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.bfloat16,
+        reduce_scatter_with_fp32_accumulation=True,
+        look_ahead=2,
     )
     *expected, _ = _trained(mesh, config, rank, world_size)
     with on_threads(**({late: LATE} if rank == 1 and late else {})) as made:
@@ -111,7 +115,7 @@ def test_beside_replicas_and_experts(rank, world_size, kind):
                 _shard_dense(model, replica_options(mesh), mesh["gtp"])
             else:
                 mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
-                with mock.patch("gtp_dtensor.transport.symmetric._MOST_SLOT_BYTES", 512):
+                with mock.patch.multiple(gtp_dtensor.transport.symmetric, _MOST_SLOT_BYTES=128, _ALIGNMENT=64):
                     _shard_dense(model, {}, mesh, graph_wgrad_ring_size=1)
                     model(torch.zeros(1, SIZES[0])).sum().backward()  # makes the inbox
                     model.zero_grad()
@@ -195,10 +199,10 @@ class _Rewritten(nn.Module):
         return torch.stack([layer(x) for layer in self.layers])
 
 
-def _wrong_forwards(mesh, rank, num_steps=12):
+def _wrong_forwards(mesh, num_steps=8):
     """How many forwards, of those after a write each, read something else than all ranks' last values."""
     model = _Rewritten()
-    parallelize_module(model, mesh, GTPStyle(GTPConfig(), min_numel=30, src_data_rank=None))
+    parallelize_module(model, mesh, GTPStyle(GTPConfig(), min_numel=30))
     wrong = 0
     for step in range(num_steps):
         with torch.no_grad():
@@ -208,16 +212,35 @@ def _wrong_forwards(mesh, rank, num_steps=12):
     return wrong
 
 
-_NOTHING = {"_before_rewrite": lambda self: None, "_after_rewrite": lambda self: None}
+def _polite(transport, table):
+    """A signal as the table's, but one that is never given twice before it is taken: so what lacks another signal reads
+    wrong values, and does not wait for ever."""
+    words = [transport._word(peer, table, transport.rank) for peer in transport._peers]
+    give = transport.fabric.taker(words, 0, 0)
+    return lambda lane: give(lane, 0)
 
 
 @ranks(2)
-@pytest.mark.parametrize("missing", [None, "_before_rewrite", "_after_rewrite"])
+@pytest.mark.parametrize("missing", [None, "before", "after"])
 def test_each_fence_is_needed(mesh, rank, world_size, missing):
-    """One rank reads late, so the other may rewrite too early, or (the second fence) it rewrites late."""
-    fence = {} if missing is None else {missing: _NOTHING[missing]}
-    with on_threads(**({"copying": LATE} if rank == 0 else {})), mock.patch.multiple(SymmetricTransport, **fence):
-        wrong = torch.tensor(_wrong_forwards(mesh["gtp"], rank))
+    """One rank reads late, so that the other could rewrite too early; that one rewrites late, so that the first could
+    read too early."""
+    before, after = SymmetricTransport._before_rewrite, SymmetricTransport._after_rewrite
+
+    def before_late_writing(self):
+        if missing is not None:
+            self._say_read, self._say_written = _polite(self, 0), _polite(self, 1)
+        if missing != "before":
+            before(self)
+            time.sleep(5 * LATE * rank)
+
+    def perhaps_after(self):
+        if missing != "after":
+            after(self)
+
+    patched = mock.patch.multiple(SymmetricTransport, _before_rewrite=before_late_writing, _after_rewrite=perhaps_after)
+    with on_threads(**({"copying": LATE} if rank == 0 else {})), patched:
+        wrong = torch.tensor(_wrong_forwards(mesh["gtp"]))
     torch.distributed.all_reduce(wrong)
     assert (wrong > 0) == (missing is not None), wrong
 
@@ -237,16 +260,20 @@ def _weights_after_backwards(mesh, rank, num_steps=4):
 
 
 @ranks(2)
-@pytest.mark.parametrize("missing, late", [(None, "pushing"), (None, "summing"), ("parts", "pushing"), ("room", "summing")])
+@pytest.mark.parametrize(
+    "missing, late", [(None, "pushing"), (None, "summing"), ("parts", "pushing"), ("room", "summing")]
+)
 def test_each_signal_of_the_inbox_is_needed(mesh, rank, world_size, missing, late):
     """Without the one a receiver sums what has not arrived; without the other a sender overwrites what was not summed."""
     expected = _weights_after_backwards(mesh["gtp"], rank)
     new_slot = SymmetricTransport._new_slot
 
-    def careless(self, *args):
-        slot = new_slot(self, *args)
+    def careless(self, shared, number, *args):
+        slot = new_slot(self, shared, number, *args)
         if missing is not None:
-            setattr(slot, f"take_{missing}", lambda lane, detail: None)
+            slot.take_room, slot.tell = lambda lane, detail: None, _polite(self, 2 + 2 * number)
+        if missing == "parts":  # then the words for room would go out of step
+            slot.take_parts, slot.tell = lambda lane, detail: None, lambda lane: None
         return slot
 
     with (
@@ -266,9 +293,9 @@ def test_a_peer_that_does_not_come_ends_the_wait(mesh, rank, world_size, where):
     with on_threads() as made, mock.patch.object(SymmetricTransport, "_timeout_seconds", lambda self: 0.4):
         model = MLP((16, 32, 16))
         parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30))
+        model(torch.ones(2, 16)).sum().backward()  # shares memory, which is a collective
         what = "until all have read"
         if where == "backward":
-            model(torch.ones(2, 16)).sum().backward()
             y = model(torch.ones(2, 16)).sum()
             what = r"for parts of the gradient of layers\.\d\.weight"
         if rank == 0:
@@ -344,6 +371,8 @@ def test_what_the_choice_depends_on():
 
 
 @ranks(2)
-def test_what_cannot_be_served_is_refused_or_said(mesh, caplog):
-    with pytest.raises(ValueError, match=r"'symmetric' on mesh axis 'gtp' of size 2: it needs CUDA devices.*'collective'"):
+def test_what_cannot_be_served_is_refused_by_name(mesh):
+    with pytest.raises(
+        ValueError, match=r"'symmetric' on mesh axis 'gtp' of size 2: it needs CUDA devices.*'collective'"
+    ):
         parallelize_module(nn.Linear(64, 64), mesh["gtp"], GTPStyle(GTPConfig(transport="symmetric")))

@@ -166,6 +166,8 @@ def _serve(lane: queue.SimpleQueue, stop: _Stop) -> None:
         work = lane.get()
         if work is None:
             return
+        if stop.message is not None:  # events of what failed stay unreached
+            continue
         try:
             work()
         except Exception as error:
