@@ -212,7 +212,7 @@ def _wrong_forwards(mesh, num_steps=8):
     return wrong
 
 
-def _polite(transport, table):
+def polite(transport, table):
     """A signal as the table's, but one that is never given twice before it is taken: so what lacks another signal reads
     wrong values, and does not wait for ever."""
     words = [transport._word(peer, table, transport.rank) for peer in transport._peers]
@@ -229,7 +229,7 @@ def test_each_fence_is_needed(mesh, rank, world_size, missing):
 
     def before_late_writing(self):
         if missing is not None:
-            self._say_read, self._say_written = _polite(self, 0), _polite(self, 1)
+            self._say_read, self._say_written = polite(self, 0), polite(self, 1)
         if missing != "before":
             before(self)
             time.sleep(5 * LATE * rank)
@@ -271,7 +271,7 @@ def test_each_signal_of_the_inbox_is_needed(mesh, rank, world_size, missing, lat
     def careless(self, shared, number, *args):
         slot = new_slot(self, shared, number, *args)
         if missing is not None:
-            slot.take_room, slot.tell = lambda lane, detail: None, _polite(self, 2 + 2 * number)
+            slot.take_room, slot.tell = lambda lane, detail: None, polite(self, 2 + 2 * number)
         if missing == "parts":  # then the words for room would go out of step
             slot.take_parts, slot.tell = lambda lane, detail: None, lambda lane: None
         return slot
