@@ -303,7 +303,11 @@ class _Application:
             if self.plan.small_for_wire:
                 few = ", ".join(self.plan.small_for_wire)
                 logger.info("GTP: smaller than a block of their wire format, so they travel as they are: %s", few)
-            for line in idle_switches(self.style.config, self.domain, {w.reduce_dtype for w in weights}):
+            dtypes = {w.reduce_dtype for w in weights}
+            for line in (
+                *idle_switches(self.style.config, self.domain, dtypes),
+                *self.domain.transport.unserved(dtypes),
+            ):
                 logger.info("GTP: %s", line)
             for mesh in self.expert_storages:
                 if mesh.size() != self.storage.size():

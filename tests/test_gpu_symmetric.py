@@ -158,7 +158,7 @@ def test_quantized_weights_equal_the_collective_transport(rank, world_size, devi
 
 @on_gpu
 def test_counts_of_a_step(mesh, rank, world_size, device):
-    """After warm-up: no collective for sharded weights, two fences, no event made, no host synchronisation, no growth."""
+    """After warm-up: no collective for sharded weights, two fences, no event made, no synchronisation, no growth."""
     model = MLP((64, 128, 128, 64), bias=False).to(device)
     config = GTPConfig(transport="symmetric", param_dtype=torch.bfloat16, graph_wgrad_ring_size=3)
     parallelize_module(model, mesh["gtp"], GTPStyle(config))
@@ -206,8 +206,9 @@ class _Rows(nn.Module):
 
 
 def _wrong_values(rank, world_size, device, num_steps):
-    """Every weight begins as 0 and becomes one less at each step, if all gradients and all reads are right: in every step
-    the ranks' gradients differ by rank, layer and step and sum up to 16. Returns how many outputs were anything else.
+    """Every weight begins as 0 and becomes one less at each step, if all gradients and all reads are right: in every
+    step the ranks' gradients differ by rank, layer and step and sum up to 16. Returns how many outputs were anything
+    else.
 
     One rank after the other comes late: with its computation, its gathers, its pushes or its sums. Optimizers run on a
     stream of their own.

@@ -1,5 +1,5 @@
-"""The symmetric transport's logic (order, fences, the ring of inboxes) on CPU ranks, whose streams are threads and whose
-peer memory are mapped files. Its bytes on a GPU: test_gpu_symmetric.py."""
+"""The symmetric transport's logic (order, fences, the ring of inboxes) on CPU ranks, whose streams are threads and
+whose peer memory are mapped files. Its bytes on a GPU: test_gpu_symmetric.py."""
 
 import contextlib
 import time
@@ -264,7 +264,7 @@ def _weights_after_backwards(mesh, rank, num_steps=4):
     "missing, late", [(None, "pushing"), (None, "summing"), ("parts", "pushing"), ("room", "summing")]
 )
 def test_each_signal_of_the_inbox_is_needed(mesh, rank, world_size, missing, late):
-    """Without the one a receiver sums what has not arrived; without the other a sender overwrites what was not summed."""
+    """Without the one a receiver sums what has not arrived, without the other a sender overwrites what was not summed."""
     expected = _weights_after_backwards(mesh["gtp"], rank)
     new_slot = SymmetricTransport._new_slot
 

@@ -1,7 +1,7 @@
 """A stand-in for a CUDA device's streams and peer memory: threads, and files that all rank processes map.
 
-The computing stream is the caller itself. Everything else is as on a device: what is enqueued runs later, in the order of
-its stream; a wait stops a stream and not the caller; memory is read and written through raw addresses. ``delays`` makes
+The computing stream is the caller itself. Everything else is as on a device: what is enqueued runs later, in the order
+of its stream; a wait stops a stream and not the caller; memory is read and written through raw addresses. ``delays`` makes
 one kind of work late on this rank.
 """
 

@@ -77,8 +77,8 @@ def choose_transport(requested: str, mesh: DeviceMesh, device: torch.device, nam
     )
     if reason is not None and requested == "symmetric":
         raise ValueError(
-            f"GTPConfig.transport='symmetric' on {where}: {reason}; set it to 'auto' or 'collective', or lay the axis over "
-            "GPUs of one NVLink domain"
+            f"GTPConfig.transport='symmetric' on {where}: {reason}; set it to 'auto' or 'collective', or lay the axis "
+            "over GPUs of one NVLink domain"
         )
     if group.rank() == 0:
         if reason is None:

@@ -135,12 +135,16 @@ class CollectiveTransport:
         return None if self._device_index is None else current_stream(self._device_index)
 
     def rewriting(self, weights: Sequence[ShardedWeight]) -> contextlib.AbstractContextManager:
-        """Around the rewriting of these weights' compute shards. A collective reads them while it runs: nothing to do."""
+        """Around the rewriting of these weights' compute shards, which nobody reads but in collectives."""
         return contextlib.nullcontext()
 
     def pushes(self, dtype: torch.dtype) -> bool:
         """Whether gradients that travel in ``dtype`` are reduced through memory of the peers."""
         return False
+
+    def unserved(self, dtypes: set[torch.dtype]) -> list[str]:
+        """One line for what this transport leaves to collectives, of gradients in ``dtypes``."""
+        return []
 
     def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, dim: int = 0) -> Transfer:
         """Start filling ``buffer`` from every rank's ``shard``, which has 1/size of its rows along ``dim``, in rank

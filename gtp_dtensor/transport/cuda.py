@@ -23,7 +23,7 @@ from .summing import sum_in_one_kernel
 logger = logging.getLogger(__name__)
 
 _WAIT, _WRITE = 1, 2  # CUstreamBatchMemOpType
-_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+_AT_LEAST, _EQUAL = 0, 1  # CU_STREAM_WAIT_VALUE_GEQ, _EQ
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _NOT_READY = 600
@@ -215,7 +215,7 @@ class CudaFabric:
         return write
 
     def taker(self, words: Sequence[Address], value: int, kind: int) -> Callable[[int, int], None]:
-        waits = [_MemOp(_WAIT, 0, word, value, _EQUAL) for word in words]
+        waits = [self._wait_for(word, value) for word in words]
         resets = [_MemOp(_WRITE, 0, word, 1 - value) for word in words]
         jobs = (_MemOp * (2 * len(words) + 1))(*waits, *resets, _MemOp(_WRITE, 0, self._progress + 4 * kind))
         num, address, driver, last = len(jobs), ctypes.addressof(jobs), self._driver, jobs[len(jobs) - 1]
@@ -225,6 +225,9 @@ class CudaFabric:
             driver.check(driver.memory_operations(lane, num, address, 0), "waiting for signals")
 
         return take
+
+    def _wait_for(self, word: Address, value: int) -> _MemOp:
+        return _MemOp(_WAIT, 0, word, value, _EQUAL)
 
     def sum(self, lane: int, job: Sum) -> None:
         before = torch._C._cuda_getCurrentStream(self._index)

@@ -26,8 +26,8 @@ class Slot:
 
 
 class Inbox:
-    """A ring of slots in ``shared``, of which all ranks use the same one at the same time. ``part_bytes``: what one peer may
-    send at once."""
+    """A ring of slots in ``shared``, of which all ranks use the same one at the same time. ``part_bytes``: what one
+    peer may send at once."""
 
     def __init__(self, shared: Shared, slots: list[Slot], part_bytes: int) -> None:
         self.shared = shared  # keeps the peers' memory mapped
@@ -59,8 +59,8 @@ class Piece:
 
 
 def pieces_of(cut: RowCut, shape: torch.Size, size: int, most: int) -> list[Piece]:
-    """How a gradient of ``shape`` travels: in pieces of which no rank's part has more than ``most`` elements. The same on
-    all ranks. A run is what is contiguous of a rank's rows: all of them, or an expert's where dim 1 is cut."""
+    """How a gradient of ``shape`` travels: in pieces of which no rank's part has more than ``most`` elements. The same
+    on all ranks. A run is what is contiguous of a rank's rows: all of them, or an expert's where dim 1 is cut."""
     row = math.prod(shape[cut.dim + 1 :])
     num_runs, stride = math.prod(shape[: cut.dim]), cut.num_rows * row
     longest = cut.chunk * row

@@ -184,9 +184,9 @@ class SymmetricTransport(CollectiveTransport):
         ranks = dist.get_process_group_ranks(self.mesh_group)
         missing = ", ".join(str(ranks[peer]) for peer in peers)
         return (
-            f"GTP: mesh axis '{self.axis}' of size {self.size}, rank {ranks[self.rank]}: waited {seconds:.0f} s, the time-out "
-            f"of the process group, {take.what}{detail and ' of '}{detail}; no signal came from rank(s) {missing}: they died, "
-            "are late, or run another program (a refresh or write of parameters on some ranks only)"
+            f"GTP: mesh axis '{self.axis}' of size {self.size}, rank {ranks[self.rank]}: waited {seconds:.0f} s, the "
+            f"time-out of the process group, {take.what}{detail and ' of '}{detail}; no signal came from rank(s) "
+            f"{missing}: they died, are late, or run another program (a refresh or write of parameters on some ranks only)"
         )
 
     # ---- gathers
@@ -233,8 +233,8 @@ class SymmetricTransport(CollectiveTransport):
             device = weight.param._local_tensor.device
             if device != self.device:
                 raise RuntimeError(
-                    f"{weight.fqn}: the parameter is on {device}; on mesh axis '{self.axis}' of size {self.size} with symmetric "
-                    f"memory it has to stay on {self.device}, or build the model with GTPConfig(transport='collective')"
+                    f"{weight.fqn}: the parameter is on {device}; on mesh axis '{self.axis}' of size {self.size} with "
+                    f"symmetric memory it has to stay on {self.device}, or use GTPConfig(transport='collective')"
                 )
             sent = weight.sent_tensors()
             if self._placed.get(weight, (None,))[0] == sent:
@@ -295,12 +295,19 @@ class SymmetricTransport(CollectiveTransport):
         """Whether gradients that travel in ``dtype`` are reduced by :meth:`reduce_rows`."""
         return dtype in SUMMED_DTYPES
 
+    def unserved(self, dtypes: set[torch.dtype]) -> list[str]:
+        """See :meth:`CollectiveTransport.unserved`."""
+        others = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if not self.pushes(dtype)))
+        if not others:
+            return []
+        return [f"mesh axis '{self.axis}': gradients in {others} are reduced by collectives, not in symmetric memory"]
+
     def reduce_rows(
         self, weight: ShardedWeight, grad: torch.Tensor, out: torch.Tensor, scale: float, adds: bool
     ) -> Ticket:
-        """Start summing the ranks' ``grad`` (TP-local shape, contiguous); this rank's rows, times ``scale``, are written
-        or (``adds``) added to ``out``: contiguous, see :class:`Sum`. ``grad`` and ``out`` must live until the ticket is
-        released."""
+        """Start summing the ranks' ``grad`` (TP-local shape, contiguous); this rank's rows, times ``scale``, are
+        written or (``adds``) added to ``out``: contiguous, see :class:`Sum`. ``grad`` and ``out`` must live until the
+        ticket is released."""
         fabric = self.fabric
         inbox = self._inbox
         if inbox is None:

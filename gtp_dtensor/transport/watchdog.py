@@ -21,8 +21,8 @@ class Watchdog:
 
     A stream counts the waits of one kind that it has passed in a word on the host (``fabric.progress``), so looking at
     them takes no call into CUDA, which would break a capture in another thread. Where one wait is the oldest for longer
-    than the time-out, ``fabric.abort`` is told what it was for. As with a process group's, work of one's own before it in
-    the stream that takes longer than the time-out is taken for a missing peer.
+    than the time-out, ``fabric.abort`` is told what it was for. As with a process group's, work of one's own before it
+    in the stream that takes longer than the time-out is taken for a missing peer.
 
     Args:
         timeout: seconds; None: never. Asked each time, since it may change.
