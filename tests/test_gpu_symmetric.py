@@ -28,6 +28,7 @@ from tests.test_wires import sharded_weight
 
 on_gpu = ranks(4, device="cuda", timeout=120, group_timeout=60)
 SYMMETRIC = GTPConfig(transport="symmetric")
+SHORT, LONG = 500_000, 4_000_000  # GPU clock cycles: about 0.3 and 2 ms
 
 
 @ranks(1, device="cuda")
@@ -207,11 +208,11 @@ class _Rows(nn.Module):
 
 def _wrong_values(rank, world_size, device, num_steps):
     """Every weight begins as 0 and becomes one less at each step, if all gradients and all reads are right: in every
-    step the ranks' gradients differ by rank, layer and step and sum up to 16. Returns how many outputs were anything
-    else.
+    step the ranks' gradients differ by rank, layer and step and average 4. Returns how many outputs were anything else.
 
-    One rank after the other comes late: with its computation, its gathers, its pushes or its sums. Optimizers run on a
-    stream of their own.
+    One rank after the other comes late: with its computation, its gathers, its pushes or its sums. After each backward
+    comes a forward without one, whose gathers nothing else orders before what follows. Optimizers run on a stream of
+    their own.
     """
     model = _Rows().to(device)
     with torch.no_grad():
@@ -223,15 +224,19 @@ def _wrong_values(rank, world_size, device, num_steps):
     fabric = sharded_weight(model.layers[0]).runtime.transport.fabric
     late = [torch.cuda.ExternalStream(s) for s in (fabric.copying, fabric.pushing, fabric.summing)]
     late.append(torch.cuda.current_stream())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1 / 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1 / (4 * world_size))
     stepping = torch.cuda.Stream()
     x = torch.zeros(1, 256, device=device)
     x[:] = 1 / 256
     wrong = torch.zeros((), dtype=torch.int64, device=device)
-    for step in range(num_steps):
+
+    def stall(step, cycles):
         if step % world_size == rank:
             with torch.cuda.stream(late[step // world_size % len(late)]):
-                torch.cuda._sleep(500_000)
+                torch.cuda._sleep(cycles)
+
+    for step in range(num_steps):
+        stall(step, SHORT)
         y = model(x)
         wrong += (y.detach() != -step).sum()
         change = [(step * (layer + 1)) % 4 for layer in range(4)]
@@ -240,6 +245,9 @@ def _wrong_values(rank, world_size, device, num_steps):
             torch.tensor([4.0 + sign * one for one in change], device="cpu").pin_memory().to(device, non_blocking=True)
         )
         y.backward(256 * factor.view(4, 1, 1).expand_as(y))
+        stall(step, LONG)
+        with torch.no_grad():
+            wrong += (model(x) != -step).sum()
         stepping.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stepping):
             optimizer.step()
@@ -249,7 +257,7 @@ def _wrong_values(rank, world_size, device, num_steps):
     return wrong.item()
 
 
-@ranks(4, device="cuda", timeout=200, group_timeout=60)
+@ranks(2, 4, device="cuda", timeout=200, group_timeout=60)
 def test_a_thousand_steps_without_a_wrong_value(rank, world_size, device):
     with poisoned_memory():
         assert _wrong_values(rank, world_size, device, 1000) == 0
@@ -293,6 +301,18 @@ def test_ranks_with_different_pasts_meet(rank, world_size, device, mesh):
     assert counts[0] == counts[1] + 1
     model = nn.Linear(64, 64, bias=False, device=device)
     parallelize_module(model, mesh["gtp"], GTPStyle(SYMMETRIC))
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    assert (model(torch.ones(1, 64, device=device)) == 64).all()
+
+
+@ranks(2, device="cuda")
+def test_auto_takes_symmetric_memory_over_nvlink(mesh, rank, device):
+    if torch.cuda.device_count() < 2 or not torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip("needs two GPUs that reach each other")
+    model = nn.Linear(64, 64, bias=False, device=device)
+    parallelize_module(model, mesh["gtp"], GTPStyle(GTPConfig()))
+    assert type(sharded_weight(model).runtime.transport) is SymmetricTransport
     with torch.no_grad():
         model.weight.fill_(1.0)
     assert (model(torch.ones(1, 64, device=device)) == 64).all()
