@@ -35,7 +35,8 @@ from tests.test_experts import grids
 from tests.test_experts import shard as shard_with_experts
 from tests.thread_fabric import ThreadFabric
 
-SIZES = (16, 33, 20, 7, 16)  # no rank count divides 33 or 7
+SIZES = (16, 33, 20, 5, 16)  # no rank count divides 33; of 5 rows, the last of 4 ranks has none
+SLOW = pytest.mark.slow
 LATE = 0.002  # seconds, for each copy or sum
 
 
@@ -76,7 +77,9 @@ def _trained(mesh, config, rank, world_size, num_steps=4):
 
 
 @ranks(3)
-@pytest.mark.parametrize("late", [None, "copying", "pushing", "summing"])
+@pytest.mark.parametrize(
+    "late", ["copying", "summing", pytest.param(None, marks=SLOW), pytest.param("pushing", marks=SLOW)]
+)
 def test_bit_for_bit_as_collectives(mesh, rank, world_size, late):
     """Both sum in float32 in rank order. One stream of one rank is late."""
     config = GTPConfig(
@@ -100,7 +103,9 @@ def _shard_dense(model, options, gtp_mesh, **config):
 
 
 @ranks(4)
-@pytest.mark.parametrize("kind", ["dps", "dpr", "features of experts", "ring of one, in pieces"])
+@pytest.mark.parametrize(
+    "kind", ["dps", pytest.param("dpr", marks=SLOW), "features of experts", "ring of one, in pieces"]
+)
 def test_beside_replicas_and_experts(rank, world_size, kind):
     with on_threads() as made:
         if kind == "features of experts":  # 6 experts on 4 ranks: dim 1 is cut
@@ -264,7 +269,7 @@ def _weights_after_backwards(mesh, rank, num_steps=4):
     "missing, late", [(None, "pushing"), (None, "summing"), ("parts", "pushing"), ("room", "summing")]
 )
 def test_each_signal_of_the_inbox_is_needed(mesh, rank, world_size, missing, late):
-    """Without the one a receiver sums what has not arrived, without the other a sender overwrites what was not summed."""
+    """Without the one a receiver sums what has not arrived; without the other a sender overwrites what was not."""
     expected = _weights_after_backwards(mesh["gtp"], rank)
     new_slot = SymmetricTransport._new_slot
 
@@ -290,7 +295,7 @@ def test_each_signal_of_the_inbox_is_needed(mesh, rank, world_size, missing, lat
 @ranks(2)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_peer_that_does_not_come_ends_the_wait(mesh, rank, world_size, where):
-    with on_threads() as made, mock.patch.object(SymmetricTransport, "_timeout_seconds", lambda self: 0.4):
+    with on_threads(), mock.patch.object(SymmetricTransport, "_timeout_seconds", lambda self: 0.4):
         model = MLP((16, 32, 16))
         parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30))
         model(torch.ones(2, 16)).sum().backward()  # shares memory, which is a collective
@@ -302,7 +307,6 @@ def test_a_peer_that_does_not_come_ends_the_wait(mesh, rank, world_size, where):
             message = rf"axis 'gtp' of size 2, rank 0: waited 0 s.*{what}.*rank\(s\) 1: they died"
             with pytest.raises(RuntimeError, match=message):
                 model(torch.ones(2, 16)) if where == "forward" else y.backward()
-            assert made[0].fabric.calls["copy"] >= 0
     torch.distributed.barrier()
 
 

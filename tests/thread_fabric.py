@@ -1,8 +1,8 @@
 """A stand-in for a CUDA device's streams and peer memory: threads, and files that all rank processes map.
 
 The computing stream is the caller itself. Everything else is as on a device: what is enqueued runs later, in the order
-of its stream; a wait stops a stream and not the caller; memory is read and written through raw addresses. ``delays`` makes
-one kind of work late on this rank.
+of its stream; a wait stops a stream and not the caller; memory is read and written through raw addresses. ``delays``
+makes one kind of work late on this rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gtp_dtensor.transport.summing import sum_plainly
 _CURRENT = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class MappedFiles:
     tensor: torch.Tensor
     ptrs: list[int]

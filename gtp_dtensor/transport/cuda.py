@@ -98,7 +98,7 @@ class Driver:
             raise RuntimeError(f"CUDA driver: {what}: {(name.value or b'unknown error').decode()}")
 
 
-@dataclass
+@dataclass(eq=False)
 class SharedMemory:
     """See :class:`~.fabric.Shared`. ``handle`` keeps the peers' memory mapped."""
 

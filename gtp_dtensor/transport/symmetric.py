@@ -110,6 +110,9 @@ class Ticket:
             self._transport.free_events.append(self._done)
             self._done = None
 
+    def __del__(self) -> None:
+        self.wait()  # before the memory that it reads and writes is used for something else
+
 
 class Take:
     """Waits for words of all peers, as the watchdog knows it."""
@@ -141,12 +144,12 @@ class SymmetricTransport(CollectiveTransport):
         super().__init__(mesh_group, device, name, gathers=False)
         self.fabric = fabric
         self.axis = axis
-        self.num_bytes = _CONTROL_BYTES  # that peers can reach, outside of torch's caching allocator
+        self._memory: weakref.WeakKeyDictionary[Shared, int] = weakref.WeakKeyDictionary()  # its bytes
         self.num_events_created = 0
         self.free_events: list = []
         # Each rank begins with the one after it, so that nobody is read by all at once. Its own rows come last.
         self._peers = [(self.rank + 1 + place) % self.size for place in range(self.size - 1)]
-        self._control = fabric.share(mesh_group, _CONTROL_BYTES)
+        self._control = self._share(_CONTROL_BYTES)
         self.watchdog = Watchdog(fabric, self._timeout_seconds, self._describe)
         self._issued = self._new_event()
         self._say_read, self._take_read = self._signals(0, 1, _READING, "until all have read their compute shards")
@@ -155,6 +158,16 @@ class SymmetricTransport(CollectiveTransport):
         self._placed: weakref.WeakKeyDictionary[ShardedWeight, tuple] = weakref.WeakKeyDictionary()
         self._inbox: Inbox | None = None
         self._pieces: weakref.WeakKeyDictionary[ShardedWeight, tuple[int, list[Piece]]] = weakref.WeakKeyDictionary()
+
+    @property
+    def num_bytes(self) -> int:
+        """See :class:`CollectiveTransport`."""
+        return sum(self._memory.values())
+
+    def _share(self, num_bytes: int) -> Shared:
+        shared = self.fabric.share(self.mesh_group, num_bytes)
+        self._memory[shared] = num_bytes
+        return shared
 
     def _new_event(self) -> Any:
         self.num_events_created += 1
@@ -186,7 +199,7 @@ class SymmetricTransport(CollectiveTransport):
         return (
             f"GTP: mesh axis '{self.axis}' of size {self.size}, rank {ranks[self.rank]}: waited {seconds:.0f} s, the "
             f"time-out of the process group, {take.what}{detail and ' of '}{detail}; no signal came from rank(s) "
-            f"{missing}: they died, are late, or run another program (a refresh or write of parameters on some ranks only)"
+            f"{missing}: they died, are late, or run another program (parameters written or refreshed on some ranks only)"
         )
 
     # ---- gathers
@@ -246,19 +259,19 @@ class SymmetricTransport(CollectiveTransport):
             new.append((weight, sent, places))
         if not new:
             return
-        shared = self.fabric.share(self.mesh_group, end)
-        self.num_bytes += end
+        shared = self._share(end)
         for weight, sent, places in new:
-            for old in self._placed.get(weight, (None, ()))[1]:
-                self._shared.pop(old, None)
+            if weight in self._placed:
+                self._placed[weight][1]()  # its memory of before
             tensors = {key: _view(shared.tensor, *place) for key, place in places.items()}
             weight.live_in(tensors)
             addresses = []
             for key, tensor in tensors.items():
                 addresses.append(tensor.data_ptr())
                 self._shared[addresses[-1]] = shared, places[key][0]
-            self._placed[weight] = sent, addresses
-            weakref.finalize(weight, _forget, self._shared, addresses).atexit = False
+            forget = weakref.finalize(weight, _forget, self._shared, addresses)
+            forget.atexit = False
+            self._placed[weight] = sent, forget
 
     def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, dim: int = 0) -> PeerReads:
         """See :meth:`CollectiveTransport.all_gather`. ``shard`` begins where a tensor that peers read does."""
@@ -374,8 +387,7 @@ class SymmetricTransport(CollectiveTransport):
         part_bytes = -(-part_bytes // _ALIGNMENT) * _ALIGNMENT
         num_slots = min(runtime.config.graph_wgrad_ring_size, _MOST_SLOTS)
         slot_bytes = part_bytes * (self.size - 1)
-        shared = self.fabric.share(self.mesh_group, slot_bytes * num_slots)
-        self.num_bytes += slot_bytes * num_slots
+        shared = self._share(slot_bytes * num_slots)
         slots = [self._new_slot(shared, number, slot_bytes, part_bytes) for number in range(num_slots)]
         return Inbox(shared, slots, part_bytes)
 
