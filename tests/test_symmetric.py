@@ -312,7 +312,7 @@ def test_a_peer_that_does_not_come_ends_the_wait(mesh, rank, world_size, where):
 
 def test_the_watchdog_lets_go_of_what_is_over():
     class Fabric:
-        progress, message = torch.zeros(4, dtype=torch.int32), None
+        progress, message = [0, 0, 0, 0], None
 
         def abort(self, message):
             self.message = message

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from gtp_dtensor.transport.summing import sum_plainly
+from gtp_dtensor.transport.watchdog import NUM_KINDS
 
 _CURRENT = 0
 
@@ -43,7 +44,7 @@ class ThreadFabric:
 
     def __init__(self) -> None:
         self.copying, self.pushing, self.summing = 1, 2, 3
-        self.progress = torch.zeros(4, dtype=torch.int32)
+        self.progress = [0] * NUM_KINDS
         self.delays: dict[str, float] = {}
         self.calls: Counter[str] = Counter()
         self._stop = _Stop()

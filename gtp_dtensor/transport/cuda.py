@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from .fabric import Address, Sum
 from .summing import sum_in_one_kernel
+from .watchdog import NUM_KINDS
 
 logger = logging.getLogger(__name__)
 
@@ -117,9 +118,10 @@ class CudaFabric:
         with torch.cuda.device(device):
             # High priority for the few launches that copies are; sums measured the same at either beside GEMMs.
             self._streams = [torch.cuda.Stream(device, priority=priority) for priority in (-1, -1, 0, 0)]
-            self.progress = torch.zeros(4, dtype=torch.int32).pin_memory()
+            self._words = torch.zeros(NUM_KINDS, dtype=torch.int32, device="cpu").pin_memory()
         self.copying, self.pushing, self.summing, self._reading = (stream.cuda_stream for stream in self._streams)
-        self._progress = self._on_device(self.progress.data_ptr())
+        self._progress = self._on_device(self._words.data_ptr())
+        self.progress = (ctypes.c_int32 * NUM_KINDS).from_address(self._words.data_ptr())
         summing, self._set_stream = self._streams[2], torch._C._cuda_setStream
         self._summing = summing.stream_id, summing.device_index, summing.device_type
 

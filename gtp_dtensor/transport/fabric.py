@@ -30,13 +30,13 @@ class Fabric(Protocol):
 
     Attributes:
         copying, pushing, summing: the streams for gathers, for what peers are sent, and for sums.
-        progress: int32 words on the host, one for each kind of wait (see :class:`~.watchdog.Watchdog`).
+        progress: words on the host, one for each kind of wait (see :class:`~.watchdog.Watchdog`).
     """
 
     copying: Lane
     pushing: Lane
     summing: Lane
-    progress: torch.Tensor
+    progress: Sequence[int]
 
     def current(self) -> Lane:
         """The stream that computes."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .fabric import Fabric
 
-_NUM_KINDS = 4
+NUM_KINDS = 4
 _MOST = 1 << 30  # numbers begin anew here
 
 
@@ -38,9 +38,9 @@ class Watchdog:
         self._fabric = fabric
         self._timeout = weakref.WeakMethod(timeout)
         self._describe = weakref.WeakMethod(describe)
-        self._numbers = [0] * _NUM_KINDS
-        self._open: list[deque[tuple[int, Any, str]]] = [deque() for _ in range(_NUM_KINDS)]
-        self._oldest: list[tuple[int, float] | None] = [None] * _NUM_KINDS  # (its number, since when)
+        self._numbers = [0] * NUM_KINDS
+        self._open: list[deque[tuple[int, Any, str]]] = [deque() for _ in range(NUM_KINDS)]
+        self._oldest: list[tuple[int, float] | None] = [None] * NUM_KINDS  # (its number, since when)
         threading.Thread(target=_patrol, args=(weakref.ref(self),), name="gtp-watchdog", daemon=True).start()
 
     def expect(self, kind: int, what: Any, detail: str) -> int:
@@ -51,16 +51,19 @@ class Watchdog:
 
     def look(self, now: float) -> float | None:
         """Forget what is over; abort where something is stuck. Returns seconds until the next look; None: no more."""
-        timeout = self._timeout()
-        seconds = None if timeout is None else timeout()
+        seconds = None  # asked for only while something waits: the group may be gone else
         for kind, waits in enumerate(self._open):
-            passed = int(self._fabric.progress[kind])
+            passed = self._fabric.progress[kind]
             while waits and 0 <= (passed - waits[0][0]) % _MOST < _MOST // 2:
                 waits.popleft()
             if not waits:
                 self._oldest[kind] = None
                 continue
             number, what, detail = waits[0]
+            timeout = self._timeout()
+            if timeout is None:
+                return None
+            seconds = timeout()
             oldest = self._oldest[kind]
             if oldest is None or oldest[0] != number:
                 self._oldest[kind] = number, now
