@@ -2,6 +2,7 @@
 whose peer memory are mapped files. Its bytes on a GPU: test_gpu_symmetric.py."""
 
 import contextlib
+import gc
 import time
 from unittest import mock
 
@@ -22,6 +23,7 @@ from tests.harness import count_collectives, ranks
 from tests.models import MLP
 from tests.moe import MoEModel
 from tests.reference import (
+    assert_close_to_reference,
     assert_equal_to_reference,
     build_pair,
     full_gradients,
@@ -188,6 +190,51 @@ def test_counts_of_a_step(mesh, rank, world_size):
     assert log.count("all_gather") == log.count("reduce_scatter") == log.count("all_to_all") == 0
     assert s.num_small_reductions == log.count("all_reduce")  # of biases
     assert s.num_reductions == 3 * 2 * 3 and s.gather_bytes > 0
+
+
+@ranks(2)
+def test_a_backward_that_raised_leaves_nothing_behind(mesh, rank, world_size):
+    """Its gradients on their way are received and dropped, the ring goes on, and a deleted model gives its memory back."""
+    gradients = []
+    for context in (contextlib.nullcontext([]), on_threads(summing=LATE)):
+        with context as made:
+            torch.manual_seed(0)
+            model = MLP((16, 32, 32, 16))
+            mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("gtp",))
+            parallelize_module(model, mesh, GTPStyle(min_numel=30))
+        y = model.layers[0](torch.ones(2, 16))
+        y.register_hook(_raising)
+        with pytest.raises(ZeroDivisionError):
+            model.layers[2](model.layers[1](y)).sum().backward()
+        model.zero_grad()
+        model(torch.full((2, 16), rank + 1.0)).sum().backward()
+        gradients.append(full_gradients(model))
+    assert_equal_to_reference(gradients[1], gradients[0], "gradient")
+    (transport,) = made
+    num_bytes = transport.num_bytes
+    del model, y
+    gc.collect()
+    shards = 4 * (16 * 32 + 32 * 32 + 32 * 16) // 2
+    assert transport.num_bytes == num_bytes - shards
+
+
+def _raising(grad):
+    raise ZeroDivisionError
+
+
+@ranks(2)
+def test_float64_gradients_are_left_to_collectives(mesh, rank, world_size):
+    with on_threads() as made:
+        model, reference = build_pair(lambda: MLP((16, 32, 16)).double())
+        parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30))
+    x = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mean_square(model(local_slice(x, rank, world_size))).backward()
+    mean_square(reference(x)).backward()
+    assert_close_to_reference(full_gradients(model), full_gradients(reference), "gradient", 1e-14)
+    (transport,) = made
+    assert transport.fabric.calls["copy"] and not transport.fabric.calls["sum"]
+    (line,) = transport.unserved({torch.float64, torch.float32})
+    assert line == "mesh axis 'gtp': gradients in float64 are reduced by collectives, not in symmetric memory"
 
 
 # ---- races: each signal is needed
