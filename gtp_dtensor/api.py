@@ -96,6 +96,8 @@ class GTPStats:
             the axis of copies.
         num_small_reductions: coalesced reductions of the gradients of parameters that stay whole.
         num_refreshes: compute shards rewritten.
+        num_fences: with symmetric memory: how often ranks told each other, around that, that they had read or rewritten
+            them; two an optimizer step.
         num_quantizations: of them, those that were quantized.
         gather_bytes: payload gathered.
         reduce_bytes: payload reduced (sharded weights).
@@ -104,6 +106,8 @@ class GTPStats:
             others, which need not be at one time.
         num_pending: gradients that are not in ``.grad`` yet; 0 after a drain.
         num_sharded_weights: sharded weights of the model.
+        symmetric_bytes: memory that peers reach (compute shards, inboxes), unknown to torch's caching allocator; of all
+            models on these mesh axes.
     """
 
     num_forward_gathers: int = 0
@@ -116,6 +120,7 @@ class GTPStats:
     num_replica_reductions: int = 0
     num_small_reductions: int = 0
     num_refreshes: int = 0
+    num_fences: int = 0
     num_quantizations: int = 0
     gather_bytes: int = 0
     reduce_bytes: int = 0
@@ -123,12 +128,15 @@ class GTPStats:
     peak_lease_bytes: int = 0
     num_pending: int = 0
     num_sharded_weights: int = 0
+    symmetric_bytes: int = 0
 
 
 def stats(model: nn.Module) -> GTPStats:
     """The counters of ``model`` since the last :func:`reset_stats`. All 0 where GTP is off."""
     result = GTPStats()
-    for runtime in model_runtimes(model):
+    runtimes = model_runtimes(model)
+    result.symmetric_bytes = sum(transport.num_bytes for transport in {runtime.transport for runtime in runtimes})
+    for runtime in runtimes:
         for field in fields(runtime.counters):
             setattr(result, field.name, getattr(result, field.name) + getattr(runtime.counters, field.name))
         result.num_pending += runtime.reducer.num_pending
