@@ -307,11 +307,11 @@ def test_ranks_with_different_pasts_meet(rank, world_size, device, mesh):
 
 
 @ranks(2, device="cuda")
-def test_auto_takes_symmetric_memory_over_nvlink(mesh, rank, device):
+def test_over_nvlink(mesh, rank, device):
     if torch.cuda.device_count() < 2 or not torch.cuda.can_device_access_peer(0, 1):
         pytest.skip("needs two GPUs that reach each other")
     model = nn.Linear(64, 64, bias=False, device=device)
-    parallelize_module(model, mesh["gtp"], GTPStyle(GTPConfig()))
+    parallelize_module(model, mesh["gtp"], GTPStyle(SYMMETRIC))
     assert type(sharded_weight(model).runtime.transport) is SymmetricTransport
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -319,7 +319,7 @@ def test_auto_takes_symmetric_memory_over_nvlink(mesh, rank, device):
 
 
 @on_gpu
-def test_auto_takes_collectives_where_ranks_share_a_gpu(mesh, device):
+def test_auto_is_collective_and_ranks_share_a_gpu_only_on_request(mesh, device):
     model = nn.Linear(64, 64, device=device)
     parallelize_module(model, mesh["gtp"], GTPStyle(GTPConfig()))
     assert type(sharded_weight(model).runtime.transport) is CollectiveTransport

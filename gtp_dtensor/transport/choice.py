@@ -1,4 +1,4 @@
-"""Which transport an axis gets: symmetric memory where all its ranks reach each other's devices, else collectives."""
+"""Which transport an axis gets: symmetric memory where it is asked for and all ranks reach each other's devices."""
 
 from __future__ import annotations
 
@@ -75,18 +75,19 @@ def choose_transport(requested: str, mesh: DeviceMesh, device: torch.device, nam
     reason = _reason_against(
         group, device, may_share=requested == "symmetric" and os.environ.get(_SHARES_DEVICES) == "1"
     )
+    if reason is None and requested == "auto":
+        reason = "symmetric memory would serve it and has not been measured over NVLink yet; 'symmetric' asks for it"
     if reason is not None and requested == "symmetric":
         raise ValueError(
             f"GTPConfig.transport='symmetric' on {where}: {reason}; set it to 'auto' or 'collective', or lay the axis "
             "over GPUs of one NVLink domain"
         )
-    if group.rank() == 0:
-        if reason is None:
-            logger.info("GTP: %s: transport '%s' is symmetric memory, by copy engine", where, requested)
-        else:
-            logger.info("GTP: %s: transport '%s' is collectives: %s", where, requested, reason)
     if reason is not None:
+        if group.rank() == 0:
+            logger.info("GTP: %s: transport 'auto' is collectives: %s", where, reason)
         return CollectiveTransport(group, device, name)
+    if group.rank() == 0:
+        logger.info("GTP: %s: transport is symmetric memory, by copy engine", where)
     from .cuda import CudaFabric
 
     return SymmetricTransport(group, device, name, CudaFabric(device), axis)
