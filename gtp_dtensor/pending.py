@@ -67,9 +67,7 @@ class PendingSum:
 
     def add_to(self, into: torch.Tensor, scale: float = 1.0) -> None:
         """Wait. ``into += scale * the summed rows``; :meth:`release` follows. Once, and instead of :meth:`rows`."""
-        own = self._own()
-        fits = torch.promote_types(own.dtype, into.dtype) == into.dtype
-        into.add_(own if scale == 1.0 and fits else scaled(own, into.dtype, scale))
+        into.add_(self._own(), alpha=scale)  # in the wider of both dtypes, rounded once
 
     def _own(self) -> torch.Tensor:
         self._transfer.wait()
@@ -203,27 +201,30 @@ class Stage:
 
     Args:
         proceed: is given each that is to be received, and waits for it.
+
+    Attributes:
+        in_flight: these, to be counted only.
     """
 
     def __init__(self, proceed: Callable[[Pending], None]) -> None:
         self._proceed = proceed
-        self._in_flight: deque[Pending] = deque()
+        self.in_flight: deque[Pending] = deque()
 
     def __len__(self) -> int:
-        return len(self._in_flight)
+        return len(self.in_flight)
 
     def add(self, reduction: Pending) -> None:
         """One more, just started."""
-        self._in_flight.append(reduction)
+        self.in_flight.append(reduction)
 
     def receive(self, most: int = 0) -> None:
         """Receive the oldest ones until at most ``most`` are in flight."""
-        while len(self._in_flight) > most:
-            reduction = self._in_flight.popleft()
+        while len(self.in_flight) > most:
+            reduction = self.in_flight.popleft()
             self._proceed(reduction)
             reduction.release()
 
     def drop(self) -> None:
         """Wait for all, and let go of what they brought."""
-        while self._in_flight:
-            self._in_flight.popleft().release()
+        while self.in_flight:
+            self.in_flight.popleft().release()

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from .accumulation import sums_here
 from .layout import RowCut, new_dtensor, share_storage
-from .modes import own_ops, plain_ops
+from .modes import is_plain, own_ops, plain_ops
 from .pending import Pending, PendingParts, PendingPush, PendingSum, Stage, scaled
 from .transport import SUMMED_DTYPES, CollectiveTransport
 
@@ -92,18 +92,22 @@ class Reducer:
 
     def make_room(self) -> None:
         """Before another unsharded gradient is allocated: receive the oldest ones in flight."""
-        if len(self.pending) > self._most_pending:
-            with plain_ops():
+        if len(self.pending.in_flight) > self._most_pending:
+            if is_plain():
                 self.pending.receive(self._most_pending)
+            else:
+                with plain_ops():
+                    self.pending.receive(self._most_pending)
 
     def _accumulate(self, reduction: Pending) -> None:
         if reduction.is_in_grad:
             return
         param, scale = reduction.param, self._runtime.gradient_scale
-        if param.grad is None:
+        grad = param.grad
+        if grad is None:
             param.grad = new_dtensor(reduction.rows(param.dtype, scale), param._spec)
         else:
-            reduction.add_to(param.grad._local_tensor, scale)
+            reduction.add_to(grad._local_tensor, scale)
 
     def _to_replicas(self, reduction: Pending) -> None:
         proceed = self._go_on if self._runtime.syncs_gradients else self._keep_back
@@ -177,11 +181,11 @@ class Reducer:
         if not returned:
             check_grad(param, weight.fqn)
         self.make_room()
-        with own_ops(weight.fqn, "reduce"):
-            if self._runtime.transport.pushes(weight.reduce_dtype):
-                reduction = self._push(weight, param, grad, returned)
-            else:
-                reduction = self._start(weight, param, grad, is_borrowed)
+        if is_plain():
+            reduction = self._start(weight, param, grad, returned, is_borrowed)
+        else:
+            with own_ops(weight.fqn, "reduce"):
+                reduction = self._start(weight, param, grad, returned, is_borrowed)
         if returned:
             with plain_ops():
                 reduction = self._over_replicas_now(reduction)
@@ -196,13 +200,16 @@ class Reducer:
 
     # ---- over one axis
 
-    def _start(self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, is_borrowed: bool) -> Pending:
-        runtime, cut, counters = self._runtime, weight.cut, weight.counters
-        buffer = self._reduction_input(weight, grad)
+    def _start(
+        self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, returned: bool, is_borrowed: bool
+    ) -> Pending:
+        runtime, cut, counters, shape = self._runtime, weight.cut, weight.counters, weight.shard_shape
         counters.num_reductions += 1
+        if runtime.transport.pushes(weight.reduce_dtype):
+            return self._push(weight, param, grad, returned)
+        buffer = self._reduction_input(weight, grad)
         if runtime.transport.size > 1:
             counters.reduce_bytes += buffer.nbytes
-        shape = cut.resized(weight.send_shape, weight.num_local_rows)
         if sums_here(runtime.config.reduce_scatter_with_fp32_accumulation, runtime.transport.size, buffer.dtype):
             borrowed = None if not is_borrowed else grad._local_tensor if isinstance(grad, DTensor) else grad
             return self._exchange(runtime.transport, weight, param, buffer, shape, cut.dim, borrowed)
@@ -213,7 +220,6 @@ class Reducer:
         """Through memory of the peers: no padding travels, and where nothing follows the sum it is made in ``.grad``."""
         runtime, counters = self._runtime, weight.counters
         grad = self._own_gradient(weight, grad).contiguous()
-        counters.num_reductions += 1
         counters.reduce_bytes += grad.nbytes
         scale, adds = 1.0, False
         total = None
@@ -223,8 +229,7 @@ class Reducer:
         if is_in_grad:
             scale = runtime.gradient_scale
         else:
-            shape = weight.cut.resized(weight.tp_local_shape, weight.num_local_rows)
-            total = grad.new_empty(shape, dtype=torch.float32)
+            total = grad.new_empty(weight.shard_shape, dtype=torch.float32)
         ticket = runtime.transport.reduce_rows(weight, grad, total, scale, adds)
         return PendingPush(weight, param, grad, total, is_in_grad, ticket)
 
@@ -232,10 +237,10 @@ class Reducer:
         """``rows``, ours to give away, over the axis that cuts the optimizer's parameters."""
         transport, cut = self._over_shards, weight.replica_cut
         weight.counters.num_replica_reductions += 1
-        buffer, shape = cut.pack(rows), cut.resized(rows.shape, weight.num_stored_rows)
+        buffer, shape = cut.pack(rows), weight.stored_shape
         if self._sums_over_replicas(transport, rows.dtype):
             return self._exchange(transport, weight, param, buffer, shape, cut.dim)
-        out = buffer.new_empty(cut.resized(rows.shape, cut.padded))
+        out = buffer.new_empty(weight.piece_shape)
         return PendingSum(weight, param, out, shape, transport.reduce_scatter(out, buffer, cut.dim))
 
     def _over_copy_axis(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> Pending:

@@ -10,7 +10,7 @@ import copy
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -99,11 +99,11 @@ class Runtime:
 
     # ---- membership
 
-    def live_weights(self) -> Iterable[ShardedWeight]:
-        return (weight for weight in (ref() for ref in self.weights) if weight is not None)
+    def live_weights(self) -> list[ShardedWeight]:
+        return [weight for weight in [ref() for ref in self.weights] if weight is not None]
 
-    def live_smalls(self) -> Iterable[SmallParam]:
-        return (small for small in (ref() for ref in self.smalls) if small is not None)
+    def live_smalls(self) -> list[SmallParam]:
+        return [small for small in [ref() for ref in self.smalls] if small is not None]
 
     def adopt(self, member: ShardedWeight | SmallParam) -> None:
         """Make ``member`` ours, with the next index of its kind."""
@@ -382,10 +382,7 @@ class Runtime:
 
     def _prefetch(self, used: ShardedWeight, current: Kind) -> None:
         is_backward = current in IN_BACKWARD
-        for ahead in range(self.distance(used.index, self.schedule.peek)):
-            use = self.schedule.peek(ahead)
-            if use is None:
-                return
+        for use in self.schedule.coming(self.distance(used.index, self.schedule.peek)):
             if is_out_of_reach(use, is_backward):
                 return
             index, kind, _ = use
@@ -400,8 +397,8 @@ class Runtime:
 
     def _free_mispredicted(self, used: ShardedWeight) -> None:
         """After a misprediction: let go of gathers that neither this use nor the new prediction wants soon."""
-        coming = (self.schedule.peek(ahead) for ahead in range(self.distance(used.index, self.schedule.peek)))
-        wanted = {used.index, *(use.weight for use in coming if use is not None)}
+        coming = self.schedule.coming(self.distance(used.index, self.schedule.peek))
+        wanted = {used.index, *(use.weight for use in coming)}
         for weight in self.live_weights():
             if weight.next_lease is not None and weight.index not in wanted:
                 self.drop(weight.next_lease)
@@ -436,19 +433,14 @@ class Runtime:
 
     def free_unused_leases(self) -> None:
         for weight in self.live_weights():
-            weight.drop_leases()
+            if weight.next_lease is not None or weight.kept_lease is not None:
+                weight.drop_leases()
 
     def reset_counters(self) -> None:
         """All to zero; the peak of gathered bytes starts at what is gathered now."""
         live = self.counters.live_lease_bytes
         self.counters = RuntimeCounters(live_lease_bytes=live, peak_lease_bytes=live)
         self._mispredictions_pruned = 0
-
-    def account_lease(self, num_bytes: int) -> None:
-        counters = self.counters
-        counters.live_lease_bytes += num_bytes
-        if counters.live_lease_bytes > counters.peak_lease_bytes:
-            counters.peak_lease_bytes = counters.live_lease_bytes
 
     # ---- optimizers
 

@@ -118,6 +118,13 @@ class Schedule:
         place = self._pointer + 1 + ahead
         return self._history[place] if place < len(self._history) else None
 
+    def coming(self, num: int) -> list[Use]:
+        """The uses that are predicted to follow, ``num`` of them at most."""
+        if self._pointer is None:
+            return []
+        first = self._pointer + 1
+        return self._history[first : first + num]
+
     def mark_step(self) -> None:
         """An optimizer step happened here (only :meth:`period` makes use of it)."""
         if not self._steps or self._steps[-1] != len(self._history):

@@ -33,7 +33,7 @@ import torch.nn as nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from .layout import WeightLayout
-from .modes import own_ops
+from .modes import is_plain, own_ops
 from .quantized import QuantizedShard
 from .schedule import Kind
 from .transport import Transfer
@@ -113,24 +113,30 @@ class Lease:
         self.state = _IN_FLIGHT
         self._buffer: torch.Tensor | Parts | None = buffer
         self._transfer = transfer
-        weight.runtime.account_lease(self.num_bytes)
+        counters = weight.runtime.counters
+        counters.live_lease_bytes += self.num_bytes
+        if counters.live_lease_bytes > counters.peak_lease_bytes:
+            counters.peak_lease_bytes = counters.live_lease_bytes
 
-    def _to(self, state: LeaseState) -> None:
-        if self.weight.runtime.config.check_param_states and (self.state, state) not in _LEGAL:
+    def _check_step_to(self, state: LeaseState) -> None:
+        if (self.state, state) not in _LEGAL:
             raise RuntimeError(
                 f"{self.weight.fqn}: illegal transition of a gathered weight from '{self.state.value}' to '{state.value}'"
             )
-        self.state = state
 
     def wait(self) -> None:
         """IN_FLIGHT -> READY."""
         if self.state is not _READY:
-            self._to(_READY)
+            if self.weight.checks_states:
+                self._check_step_to(_READY)
+            self.state = _READY
             self._transfer.wait()
 
     def read_local(self) -> torch.Tensor:
         """The gathered weight in its TP-local shape, plain."""
-        weight, buffer = self.weight, self.parts
+        weight, buffer = self.weight, self._buffer
+        if self.state is not _READY:
+            self._refuse_read()
         if weight.quantized is not None:
             return weight.quantized.read(self.view, buffer, weight)
         return buffer if weight.is_buffer_exact else weight.cut.unpack(buffer)
@@ -139,8 +145,11 @@ class Lease:
     def parts(self) -> torch.Tensor | Parts:
         """What was gathered, as it arrived. READY only."""
         if self.state is not _READY:
-            raise RuntimeError(f"{self.weight.fqn}: read of a gathered weight that is '{self.state.value}'")
+            self._refuse_read()
         return self._buffer
+
+    def _refuse_read(self) -> None:
+        raise RuntimeError(f"{self.weight.fqn}: read of a gathered weight that is '{self.state.value}'")
 
     def read(self) -> torch.Tensor:
         """The same as what its module computes with: plain, or a DTensor on the tp mesh."""
@@ -158,10 +167,12 @@ class Lease:
 
     def end(self) -> None:
         """READY or IN_FLIGHT -> ENDED. The buffer is let go once the computing stream is ordered after the gather."""
-        self._to(_ENDED)
+        if self.weight.checks_states:
+            self._check_step_to(_ENDED)
+        self.state = _ENDED
         self._transfer.release()
         self._buffer = None
-        self.weight.runtime.account_lease(-self.num_bytes)
+        self.weight.runtime.counters.live_lease_bytes -= self.num_bytes
 
     def __del__(self) -> None:
         # A lease of the general path is held by the graph node that saved the gathered tensor, and ends with it. One in
@@ -207,6 +218,11 @@ class ShardedWeight:
         self.wire = wire
         self.quantized = None if wire is None else QuantizedShard(self, wire)
         self.is_buffer_exact = self.buffer_shape == self.tp_local_shape
+        self.shard_shape = cut.resized(self.tp_local_shape, self.num_local_rows)
+        if replicas is not None:  # of what of the shard is stored, and of that with its padding
+            self.stored_shape = self.replica_cut.resized(self.shard_shape, self.num_stored_rows)
+            self.piece_shape = self.replica_cut.resized(self.shard_shape, self.replica_cut.padded)
+        self.checks_states = runtime.config.check_param_states
         self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
         self.counters = WeightCounters()
         self.serial = -1  # unique in the domain, given by the runtime that adopts this
@@ -356,11 +372,10 @@ class ShardedWeight:
         if is_whole:
             return self._shard_rows(), local.detach()
         cut = self.replica_cut
-        piece_shape = cut.resized(local.shape, cut.padded)
-        if local.dtype == dtype and local.shape == piece_shape and local.is_contiguous():
+        if local.dtype == dtype and local.shape == self.piece_shape and local.is_contiguous():
             self._piece = local.detach()
             return None
-        self._piece = local.new_empty(piece_shape, dtype=dtype)
+        self._piece = local.new_empty(self.piece_shape, dtype=dtype)
         return cut.first(self._piece, self.num_stored_rows), local.detach()
 
     def _shard_rows(self) -> torch.Tensor:
@@ -415,23 +430,28 @@ class ShardedWeight:
 
     def gather(self, kind: Kind, prefetched: bool) -> Lease:
         """Issue a gather of the (fresh) compute shard."""
+        if is_plain():
+            return self._gather(kind, prefetched)
+        with own_ops(self.fqn, "gather", kind):
+            return self._gather(kind, prefetched)
+
+    def _gather(self, kind: Kind, prefetched: bool) -> Lease:
         if self.quantized is not None:
             return self._gather_quantized(kind, prefetched)
-        with own_ops(self.fqn, "gather", kind):
+        if self._pieces is not None:
             self.await_pieces()
-            shard, transport = self.compute_shard, self.runtime.transport
-            if transport.size == 1:
-                buffer, transfer = shard, Transfer.done()
-            else:
-                buffer = shard.new_empty(self.buffer_shape)
-                transfer = transport.all_gather(buffer, shard, self.cut.dim)
+        shard, transport = self.compute_shard, self.runtime.transport
+        if transport.size == 1:
+            buffer, transfer = shard, Transfer.done()
+        else:
+            buffer = shard.new_empty(self.buffer_shape)
+            transfer = transport.all_gather(buffer, shard, self.cut.dim)
         self.counters.gather_bytes += self.gathered_bytes
         return Lease(self, kind, buffer, transfer, prefetched)
 
     def _gather_quantized(self, kind: Kind, prefetched: bool) -> Lease:
         view = self.quantized.view_of(kind)
-        with own_ops(self.fqn, "gather", kind):
-            buffers, transfer = self.quantized.gather(self, view)
+        buffers, transfer = self.quantized.gather(self, view)
         if self.gathered_bytes:
             self.counters.gather_bytes += self.quantized.num_bytes(view)
         return Lease(self, kind, buffers, transfer, prefetched, view)
