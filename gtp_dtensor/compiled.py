@@ -80,28 +80,17 @@ def _used_weight(token: torch.Tensor, grad: bool, trains: bool) -> ShardedWeight
 
 
 def _used(weight: ShardedWeight, kind: Kind, compute: Callable) -> torch.Tensor:
-    """``compute`` of a lease of the gathered weight."""
-    runtime = weight.runtime
-    # A write since the forward that is noticed only now differs from the number of a moment ago. Earlier ones change the
-    # token's version, which autograd compares.
-    lease = (
-        runtime.acquire(weight, kind, True, weight.num_writes)
-        if kind is Kind.BACKWARD
-        else runtime.acquire(weight, kind)
-    )
+    """``compute`` of a lease of the gathered weight, in a forward."""
+    lease = weight.runtime.acquire(weight, kind)
     result = compute(lease)
-    runtime.release(lease)
+    weight.runtime.release(lease)
     return result
 
 
-def _gathered_for(weight: ShardedWeight, kind: Kind, dtype: torch.dtype | None, compute: Callable) -> torch.Tensor:
-    """``compute`` of the gathered weight, in ``dtype`` where it is given."""
-
-    def of(lease: Lease) -> torch.Tensor:
-        w = lease.read_local()
-        return compute(w if dtype is None else w.to(dtype))
-
-    return _used(weight, kind, of)
+def _read(lease: Lease, dtype: torch.dtype | None) -> torch.Tensor:
+    """The gathered weight, in ``dtype`` where it is given."""
+    w = lease.read_local()
+    return w if dtype is None else w.to(dtype)
 
 
 def _next_call(token: torch.Tensor) -> int:
@@ -127,6 +116,35 @@ def _reduce(weight: ShardedWeight, grad: torch.Tensor, owes_tp_sum: bool = False
     weight.runtime.reducer.launch(weight, weight.param, grad, returned=False)
 
 
+def _gradients(
+    weight: ShardedWeight,
+    token: torch.Tensor,
+    input_grad: Callable[[Lease], torch.Tensor] | None,
+    weight_grad: Callable[[], torch.Tensor] | None,
+    owes_tp_sum: bool = False,
+) -> torch.Tensor | None:
+    """Of a linear: its input's, returned, and its weight's, whose reduction starts, in the order that the config says;
+    None: not wanted."""
+    runtime = weight.runtime
+    dgrad_first = not runtime.config.wgrad_before_dgrad
+    grad_x = lease = None
+    if input_grad is not None:
+        # A write since the forward that is noticed only now differs from the number of a moment ago. Earlier ones change
+        # the token's version, which autograd compares.
+        lease = runtime.acquire(weight, Kind.BACKWARD, True, weight.num_writes, waits=dgrad_first)
+    if lease is not None and dgrad_first:
+        grad_x = input_grad(lease)
+        runtime.release(lease)
+    if weight_grad is not None and _wants_weight_grad(weight, token):
+        runtime.reducer.make_room()
+        _reduce(weight, weight_grad(), owes_tp_sum)
+    if lease is not None and not dgrad_first:
+        lease.wait()
+        grad_x = input_grad(lease)
+        runtime.release(lease)
+    return grad_x
+
+
 def _none(like: torch.Tensor) -> torch.Tensor:
     """In place of a result that is not wanted."""
     return like.new_empty(0)
@@ -146,7 +164,7 @@ def _linear(x, bias, token, anchor, dtype, grad, trains, partial):
     weight = _used_weight(token, grad, trains)
     gemms = gemms_of(module_behind(token), weight.tp, partial)
     if gemms is None:
-        return _gathered_for(weight, _kind(grad), dtype, lambda w: F.linear(x, w, bias))
+        return _used(weight, _kind(grad), lambda lease: F.linear(x, _read(lease, dtype), bias))
     rows = _rows(x)
     if grad:
         gemms.check_tokens(rows.shape[0])
@@ -166,21 +184,18 @@ def _linear_backward(grad_y, x, token, anchor, dtype, wants_input, partial, call
     weight = weight_behind(token)
     gemms = gemms_of(module_behind(token), weight.tp, partial)
     rows = _rows(grad_y)
-    grad_x = _none(grad_y)
-    if wants_input:
+
+    def input_grad(lease: Lease) -> torch.Tensor:
+        return torch.mm(rows, _read(lease, dtype)) if gemms is None else gemms.input_grad(rows, lease)
+
+    def weight_grad() -> torch.Tensor:
         if gemms is None:
-            grad_x = _gathered_for(weight, Kind.BACKWARD, dtype, lambda w: torch.mm(rows, w))
-        else:
-            grad_x = _used(weight, Kind.BACKWARD, lambda lease: gemms.input_grad(rows, lease))
-        grad_x = grad_x.view(*grad_y.shape[:-1], grad_x.shape[1])
-    if x is not None and _wants_weight_grad(weight, token):
-        weight.runtime.reducer.make_room()
-        if gemms is None:
-            grad = linear_weight_grad(rows, _rows(x), weight.reduce_dtype)
-        else:
-            grad = gemms.weight_grad(rows, _rows(x))
-        _reduce(weight, grad, partial)
-        del grad
+            return linear_weight_grad(rows, _rows(x), weight.reduce_dtype)
+        return gemms.weight_grad(rows, _rows(x))
+
+    wanted = input_grad if wants_input else None
+    grad_x = _gradients(weight, token, wanted, None if x is None else weight_grad, partial)
+    grad_x = _none(grad_y) if grad_x is None else grad_x.view(*grad_y.shape[:-1], grad_x.shape[1])
     return grad_x, _anchor_grad(anchor, grad_y)
 
 
@@ -265,7 +280,7 @@ def _grouped(x, offsets, splits, token, anchor, dtype, grad, trains):
     weight = _used_weight(token, grad, trains)
     groups = Groups(offsets, splits)
     groups.check(weight.fqn, token.shape)
-    return _gathered_for(weight, _kind(grad), dtype, lambda w: groups.product(x, w))
+    return _used(weight, _kind(grad), lambda lease: groups.product(x, _read(lease, dtype)))
 
 
 def _grouped_fake(x, offsets, splits, token, anchor, dtype, grad, trains):
@@ -275,13 +290,15 @@ def _grouped_fake(x, offsets, splits, token, anchor, dtype, grad, trains):
 def _grouped_backward(grad_y, x, offsets, splits, num_rows, token, anchor, dtype, wants_input, call):
     weight = weight_behind(token)
     groups = Groups(offsets, splits)
-    grad_x = _none(grad_y)
-    if wants_input:
-        grad_x = _gathered_for(weight, Kind.BACKWARD, dtype, lambda w: groups.input_grad(grad_y, w, num_rows))
-    if x is not None and _wants_weight_grad(weight, token):
-        weight.runtime.reducer.make_room()
-        _reduce(weight, groups.weight_grad(grad_y, x))
-    return grad_x, _anchor_grad(anchor, grad_y)
+
+    def input_grad(lease: Lease) -> torch.Tensor:
+        return groups.input_grad(grad_y, _read(lease, dtype), num_rows)
+
+    def weight_grad() -> torch.Tensor:
+        return groups.weight_grad(grad_y, x)
+
+    grad_x = _gradients(weight, token, input_grad if wants_input else None, None if x is None else weight_grad)
+    return _none(grad_y) if grad_x is None else grad_x, _anchor_grad(anchor, grad_y)
 
 
 def _grouped_backward_fake(grad_y, x, offsets, splits, num_rows, token, anchor, dtype, wants_input, call):

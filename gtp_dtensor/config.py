@@ -35,6 +35,9 @@ class GTPConfig:
             these are gathered in ``reduce_dtype``, rounded once more. Independent of the other switch.
         graph_wgrad_ring_size: how many unsharded weight gradients may be in flight at once, so it bounds the
             memory that asynchronous reductions hold; CUDA graphs will allocate this many persistent slots.
+        wgrad_before_dgrad: the backward of a linear (of a stack of experts too) computes its weight's gradient before its
+            input's, so that the reduction hides behind its own layer's computation. Bits are the same; each gathered weight
+            is in memory together with its own gradient. A backward that needs one of both is not concerned.
         look_ahead: how many uses before its own use a gather is issued.
         wire_format: how a shard travels: "bf16" ("as it is, in ``param_dtype``"), or quantized once an optimizer step
             and dequantized where it is used: "fp8" (e4m3, one scale for a matrix), "fp8_rowwise" (for a row), "fp8_block"
@@ -62,6 +65,7 @@ class GTPConfig:
     reduce_scatter_with_fp32_accumulation: bool = False
     replicate_reduce_with_fp32_accumulation: bool = False
     graph_wgrad_ring_size: int = 2
+    wgrad_before_dgrad: bool = False
     look_ahead: int = 1
     wire_format: str = "auto"
     param_dtype: torch.dtype | None = None

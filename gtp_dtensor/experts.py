@@ -85,16 +85,23 @@ class _GroupedLinear(torch.autograd.Function):
         runtime = weight.runtime
         edges = engine_edges()
         grad_x = grad_weight = None
+        dgrad_first = not runtime.config.wgrad_before_dgrad
+        lease = None
         if edges[0] is not Edge.UNUSED:
-            lease = runtime.acquire(weight, Kind.BACKWARD, True, num_writes)
-            grad_x = products.input_grad(grad_y, lease, ctx.num_rows)
-            runtime.release(lease)
+            lease = runtime.acquire(weight, Kind.BACKWARD, True, num_writes, waits=dgrad_first)
         else:
             runtime.enter()
+        if lease is not None and dgrad_first:
+            grad_x = products.input_grad(grad_y, lease, ctx.num_rows)
+            runtime.release(lease)
         weight_edge = param_edge(param, edges[1])
         if weight_edge is not Edge.UNUSED:
             runtime.reducer.make_room()
             grad_weight = reduce_weight_grad(weight, param, products.weight_grad(grad_y, x), weight_edge)
+        if lease is not None and not dgrad_first:
+            lease.wait()
+            grad_x = products.input_grad(grad_y, lease, ctx.num_rows)
+            runtime.release(lease)
         return grad_x, grad_weight, None, None, None
 
 

@@ -30,7 +30,7 @@ from .members import small_of, state_members, weight_of
 from .reduce import wants_gradient_returned
 from .schedule import Kind
 from .small import SmallParam
-from .weight import ShardedWeight
+from .weight import Lease, ShardedWeight
 
 
 def once_differentiable(backward: Callable) -> Callable:
@@ -204,16 +204,14 @@ class _Linear(torch.autograd.Function):
         edges = engine_edges()
         grad_x = grad_weight = grad_bias = None
         rows = grad_y if grad_y.dim() == 2 else grad_y.reshape(-1, grad_y.shape[-1])
+        dgrad_first = not runtime.config.wgrad_before_dgrad
+        lease = None
         if edges[0] is not _UNUSED:
-            lease = runtime.acquire(weight, _BACKWARD, True, num_writes)
-            w = lease.read()
-            grad_x = torch.mm(rows, w if dtype is None else w.to(dtype))
-            del w
-            runtime.release(lease)
-            if rows is not grad_y:
-                grad_x = grad_x.view(*grad_y.shape[:-1], grad_x.shape[1])
+            lease = runtime.acquire(weight, _BACKWARD, True, num_writes, waits=dgrad_first)
         else:
             runtime.enter()
+        if lease is not None and dgrad_first:
+            grad_x = _input_grad(lease, rows, dtype, grad_y.shape)
         has_bias_grad = len(edges) > 2 and edges[2] is not _UNUSED
         weight_edge = param_edge(param, edges[1])
         if weight_edge is not _UNUSED:
@@ -221,9 +219,21 @@ class _Linear(torch.autograd.Function):
             grad = linear_weight_grad(rows, x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight.reduce_dtype)
             grad_weight = reduce_weight_grad(weight, param, grad, weight_edge)
             del grad
+        if lease is not None and not dgrad_first:
+            lease.wait()
+            grad_x = _input_grad(lease, rows, dtype, grad_y.shape)
         if has_bias_grad:
             grad_bias = rows.sum(0)
         return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _input_grad(lease: Lease, rows: torch.Tensor, dtype: torch.dtype | None, shape: torch.Size) -> torch.Tensor:
+    """``rows`` W, with the leading dims of ``shape``. Releases the lease."""
+    w = lease.read()
+    grad_x = torch.mm(rows, w if dtype is None else w.to(dtype))
+    del w
+    lease.weight.runtime.release(lease)
+    return grad_x if len(shape) == 2 else grad_x.view(*shape[:-1], grad_x.shape[1])
 
 
 _apply_linear = fast_apply(_Linear)

@@ -250,14 +250,22 @@ class Runtime:
 
     # ---- uses
 
-    def acquire(self, weight: ShardedWeight, kind: Kind, may_keep: bool = True, num_writes: int | None = None) -> Lease:
-        """The lease that a use reads, ready; also issues the gathers that the schedule predicts next.
+    def acquire(
+        self,
+        weight: ShardedWeight,
+        kind: Kind,
+        may_keep: bool = True,
+        num_writes: int | None = None,
+        waits: bool = True,
+    ) -> Lease:
+        """The lease that a use reads; also issues the gathers that the schedule predicts next.
 
         Args:
             weight: what is used.
             kind: for what.
             may_keep: a recompute's lease may stay for the weight's backward use.
             num_writes: how often the weight had been written when the forward of this backward read it.
+            waits: else the caller orders its stream after the gather, by the lease's ``wait``, before it reads.
 
         Raises:
             RuntimeError: it was written since.
@@ -279,7 +287,8 @@ class Runtime:
             weight.counters.num_on_demand_gathers += 1
         elif lease.prefetched:
             weight.counters.num_prefetch_hits += 1
-        lease.wait()
+        if waits:
+            lease.wait()
         if kind is _RECOMPUTE and may_keep and self._has_room_to_keep(weight):
             self._keep(weight, lease)
         # Elsewhere a module was called by itself: what comes next is up to the user's code.

@@ -177,8 +177,12 @@ class Lease:
     def __del__(self) -> None:
         # A lease of the general path is held by the graph node that saved the gathered tensor, and ends with it. One in
         # flight dies with its model: a GPU's stream has to be told; a CPU's collective holds its own tensors.
-        if self._buffer is not None and (self.state is _READY or self.weight.runtime.domain.device.type == "cuda"):
+        if self._buffer is None:
+            return
+        if self.state is _READY or self.weight.runtime.domain.device.type == "cuda":
             self.end()
+        else:
+            self.weight.runtime.counters.live_lease_bytes -= self.num_bytes
 
 
 class ShardedWeight:

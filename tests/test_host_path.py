@@ -74,10 +74,10 @@ def num_calls(num_linears: int, replicas: str | None, config: GTPConfig) -> int:
 @pytest.mark.parametrize(
     ("replicas", "config", "most"),
     [
-        (None, GTPConfig(), 98),
-        (None, GTPConfig(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), 98),
-        ("optimizer_shard_mesh", GTPConfig(param_dtype=torch.bfloat16), 119),
-        ("replicate_mesh", GTPConfig(param_dtype=torch.bfloat16), 120),
+        (None, GTPConfig(), 100),
+        (None, GTPConfig(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), 101),
+        ("optimizer_shard_mesh", GTPConfig(param_dtype=torch.bfloat16), 122),
+        ("replicate_mesh", GTPConfig(param_dtype=torch.bfloat16), 123),
     ],
     ids=["float32", "bfloat16", "optimizer_shards", "copies"],
 )

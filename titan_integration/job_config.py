@@ -55,6 +55,9 @@ class Gtp:
     graph_wgrad_ring_size: int = 2
     """How many unsharded weight gradients may be in flight at once."""
 
+    wgrad_before_dgrad: bool = False
+    """The backward of a linear computes its weight's gradient, and starts its reduction, before its input's gradient."""
+
     look_ahead: int = 1
     """How many uses before its own use a weight is gathered."""
 

@@ -75,13 +75,14 @@ class _Linear(torch.autograd.Function):
         edges = engine_edges()
         grad_x = grad_weight = None
         rows = grad_y.reshape(-1, grad_y.shape[-1])
+        dgrad_first = not runtime.config.wgrad_before_dgrad
+        lease = None
         if edges[0] is not Edge.UNUSED:
-            lease = runtime.acquire(weight, Kind.BACKWARD, True, num_writes)
-            grad_x = gemms.input_grad(rows, lease)
-            runtime.release(lease)
-            grad_x = grad_x.reshape(*grad_y.shape[:-1], grad_x.shape[-1])
+            lease = runtime.acquire(weight, Kind.BACKWARD, True, num_writes, waits=dgrad_first)
         else:
             runtime.enter()
+        if lease is not None and dgrad_first:
+            grad_x = _input_grad(gemms, rows, lease)
         weight_edge = param_edge(param, edges[1])
         if weight_edge is not Edge.UNUSED:
             runtime.reducer.make_room()
@@ -89,7 +90,20 @@ class _Linear(torch.autograd.Function):
             if owes_tp_sum:
                 grad = DTensor.from_local(grad, weight.tp.mesh, (Partial(),), run_check=False)
             grad_weight = reduce_weight_grad(weight, param, grad, weight_edge)
+            del grad
+        if lease is not None and not dgrad_first:
+            lease.wait()
+            grad_x = _input_grad(gemms, rows, lease)
+        if grad_x is not None:
+            grad_x = grad_x.reshape(*grad_y.shape[:-1], grad_x.shape[-1])
         return grad_x, grad_weight, None, None, None, None
+
+
+def _input_grad(gemms: GEMMs, rows: torch.Tensor, lease: Lease) -> torch.Tensor:
+    """``rows`` W. Releases the lease."""
+    grad_x = gemms.input_grad(rows, lease)
+    lease.weight.runtime.release(lease)
+    return grad_x
 
 
 def linear(module: nn.Linear, x: torch.Tensor, make: type[GEMMs]) -> torch.Tensor:
