@@ -166,7 +166,8 @@ class Reducer:
     def launch(
         self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, returned: bool, is_borrowed: bool = False
     ) -> DTensor | None:
-        """Reduce ``grad``, the gradient of the gathered weight (TP-local shape, plain or on the tp mesh).
+        """Reduce ``grad``, the gradient of the gathered weight (TP-local shape, plain or on the tp mesh; or with rows of
+        zeros behind it, as it is sent: see :meth:`gradient_buffer`).
 
         Accumulates into the ``.grad`` of ``param`` (the leaf that the forward read) and returns None; or, where
         autograd wants the gradient itself (``returned``), waits and returns it as a DTensor placed like the parameter.
@@ -260,7 +261,19 @@ class Reducer:
                 dist.all_reduce(grad, group=weight.tp.mesh.get_group())
         if grad.dtype != weight.reduce_dtype:
             grad = grad.to(weight.reduce_dtype)
-        return grad if weight.is_buffer_exact and grad.is_contiguous() else weight.cut.pack(grad)
+        return grad if grad.shape == weight.buffer_shape and grad.is_contiguous() else weight.cut.pack(grad)
+
+    def gradient_buffer(self, weight: ShardedWeight, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for the gradient of the gathered weight: of ``weight.buffer_shape`` (not initialised, but for its
+        padding), which :meth:`launch` sends as it is; where each rank's rows are padded, of the weight's own shape."""
+        self.make_room()
+        cut, device = weight.cut, weight.param.device
+        with plain_ops():
+            if cut.padded != cut.chunk:
+                return torch.empty(weight.tp_local_shape, dtype=dtype, device=device)
+            buffer = torch.empty(weight.buffer_shape, dtype=dtype, device=device)
+            buffer.narrow(cut.dim, cut.num_rows, cut.buffer_rows - cut.num_rows).zero_()
+            return buffer
 
     # ---- parameters that stay whole
 

@@ -1,0 +1,444 @@
+"""``gtp_dtensor.te`` on a stand-in for TransformerEngine; tests/test_te_gpu.py has the real one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import load, save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from gtp_dtensor import CheckedLoadPlanner, GTPConfig, GTPStyle, reset_stats, stats
+from gtp_dtensor.members import STATE
+from gtp_dtensor.te import TEWeight, amax_group
+from tests import te_stand_in as te
+from tests.harness import ranks
+from tests.reference import assert_close_to_reference, build_pair, full, full_parameters, mean_square
+
+DIM = 128
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+class Net(nn.Module):
+    """Each class of the protocol, and a checkpoint around all of them if asked for."""
+
+    def __init__(self, reentrant=None, dim=16, hidden=36, num_experts=2):
+        super().__init__()
+        self.a = te.LayerNormLinear(dim, hidden)
+        self.b = te.Linear(hidden, dim)
+        self.c = te.GroupedLinear(num_experts, dim, dim)
+        self.num_experts, self.reentrant = num_experts, reentrant
+        for param in self.parameters():
+            if param.dim() == 1:
+                nn.init.uniform_(param, 0.5, 1.5)
+
+    def body(self, x):
+        part = x.shape[0] // (self.num_experts + 1)
+        splits = [part] * (self.num_experts - 1)
+        return self.c(self.b(self.a(x).tanh()), [*splits, x.shape[0] - sum(splits)])
+
+    def forward(self, x):
+        return self.body(x) if self.reentrant is None else checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+
+def by_expert(params):
+    """The parameters of a sharded Net under the names that they have in an unsharded one."""
+    stack = params.pop("c.weight")
+    return params | {f"c.weight{index}": one for index, one in enumerate(stack)}
+
+
+def gradients(model):
+    return {name: full(param.grad) for name, param in model.named_parameters()}
+
+
+def batch_of(rank, step=0, rows=9, dim=16):
+    return torch.randn(rows, dim, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+@ranks(2)
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_every_class_as_unsharded(mesh, rank, world_size, reentrant):
+    with te.installed():
+        model, reference = build_pair(lambda: Net(reentrant))
+        parallelize_module(model, mesh, GTPStyle(min_numel=100))
+        outs = []
+        for peer in range(world_size):
+            x = batch_of(peer).requires_grad_()
+            y = reference(x)
+            (mean_square(y) / world_size).backward()
+            outs.append((x, y))
+        x = batch_of(rank).requires_grad_()
+        y = model(x)
+        mean_square(y).backward()
+        assert torch.equal(y, outs[rank][1]) and torch.equal(x.grad, outs[rank][0].grad * world_size)
+        assert_close_to_reference(by_expert(gradients(model)), gradients(reference))
+        found = stats(model)
+        kept = 0 if reentrant is None else 3
+        assert (found.num_forward_gathers, found.num_recompute_gathers) == (3, kept)
+        assert (found.num_backward_gathers, found.num_reductions) == (3 - kept, 3)
+        assert found.live_lease_bytes == found.num_pending == found.num_mispredictions == 0
+        assert found.num_prefetch_hits > 0
+        parts = model.b.__dict__
+        assert "weight" not in parts and isinstance(model.b.weight, DTensor) and not parts["fuse_wgrad_accumulation"]
+
+
+@ranks(2)
+def test_what_the_engine_wants(mesh, rank, world_size):
+    """Only the input's gradient; a captured weight; hooks; a frozen weight."""
+    with te.installed():
+        model, reference = build_pair(Net)
+        parallelize_module(model, mesh, GTPStyle(GTPConfig(calculate_per_token_loss=True), min_numel=100))
+        x = batch_of(0).requires_grad_()
+        mean_square(reference(x)).backward()
+        weight, expected = model.b.weight, 2 * reference.b.weight.grad
+        reset_stats(model)
+        torch.autograd.grad(mean_square(model(x)), x)
+        assert stats(model).num_reductions == 0
+        (found,) = torch.autograd.grad(mean_square(model(x)), weight)
+        assert_close_to_reference(full(found), expected)
+        assert weight.grad is None and stats(model).num_reductions == 1
+        seen = []
+        handle = weight.register_post_accumulate_grad_hook(lambda param: seen.append(full(param.grad)))
+        mean_square(model(x)).backward()
+        handle.remove()
+        assert_close_to_reference(seen[0], expected)
+        model.zero_grad()
+        model.a.weight.requires_grad_(False)
+        model.c.weight.requires_grad_(False)
+        mean_square(model(x)).backward()
+        assert model.a.weight.grad is None and model.c.weight.grad is None
+        assert_close_to_reference(full(weight.grad), expected)
+        with torch.no_grad():
+            assert torch.equal(model(x), reference(x))
+        found = stats(model)
+        assert found.live_lease_bytes == found.num_pending == 0
+
+
+@ranks(2)
+def test_writes_between_forward_and_backward_and_offloading_are_refused(mesh):
+    with te.installed():
+        model = parallelize_module(Net(), mesh, GTPStyle(min_numel=100))
+        loss = mean_square(model(batch_of(0)))
+        with torch.no_grad():
+            model.b.weight.mul_(2)
+        with pytest.raises(RuntimeError, match=r"b\.weight: the weight was modified between"):
+            loss.backward()
+        with (
+            torch.autograd.graph.save_on_cpu(),
+            pytest.raises(RuntimeError, match=r"weight: .*not gathered.*offloaded"),
+        ):
+            model(batch_of(0))
+
+
+@ranks(2)
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
+def test_wgrad_is_written_into_what_is_sent(mesh, rank, monkeypatch, reduce_dtype):
+    """Rows that the axis does not divide are padded in a buffer: the GEMM writes into that."""
+    from gtp_dtensor.layout import RowCut
+
+    packed = []
+    pack = RowCut.pack
+    monkeypatch.setattr(RowCut, "pack", lambda self, tensor: packed.append(self) or pack(self, tensor))
+    with te.installed():
+        config = GTPConfig(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, calculate_per_token_loss=True)
+        models = build_pair(
+            lambda: nn.Sequential(te.Linear(16, 37, bias=False), te.GroupedLinear(3, 37, 5, bias=False))
+        )
+        fused, reference = models
+        parallelize_module(fused, mesh, GTPStyle(config, min_numel=100))
+        assert fused[1].__dict__[STATE].weights["weight"].cut.dim == 1  # out features of three experts
+        reference.bfloat16()
+        x = batch_of(0).bfloat16()
+        for model in models:
+            mean_square(model[1](model[0](x), [0, 5, 4]).float()).backward()
+        assert packed == [] and fused[0].weight.grad.dtype == torch.float32
+        grad = 2 * torch.stack([reference[1].get_parameter(f"weight{index}").grad for index in range(3)]).float()
+        rtol = 2**-8  # the reference's gradient is rounded to bfloat16
+        assert_close_to_reference(full(fused[1].weight.grad), grad, rtol=rtol)
+        assert_close_to_reference(full(fused[0].weight.grad), 2 * reference[0].weight.grad.float(), rtol=rtol)
+
+
+RECIPES = ["delayed", "current", "block"]
+
+
+def build_fp8(recipe, native):
+    def build():
+        with te.quantized_model_init(recipe) if native else te.contextlib.nullcontext():
+            model = Net(dim=DIM, hidden=2 * DIM + 32, num_experts=3)
+        return model
+
+    return build
+
+
+def train_fp8(model, reference, recipe, rank, world_size, in_bf16):
+    """Three steps beside unsharded modules that quantize their weight in each forward."""
+    group = amax_group(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        for name, value in by_expert(full_parameters(model)).items():
+            with torch.no_grad():
+                reference.get_parameter(name).copy_(value.bfloat16() if in_bf16 and value.dim() > 1 else value)
+        batch = torch.cat([batch_of(peer, step, 12, DIM) for peer in range(world_size)])
+        expected = []
+        with te.autocast(recipe):
+            whole = batch.clone().requires_grad_()
+            splits = [[len(part) // 4, len(part) // 4, len(part) // 2] for part in batch.chunk(world_size)]
+            # Experts' rows of all ranks, expert by expert.
+            hidden = reference.b(reference.a(whole).tanh())
+            order = torch.cat([part for e in range(3) for part in _of_expert(hidden, splits, e, world_size)])
+            y = reference.c(order, [sum(s[e] for s in splits) for e in range(3)])
+        mean_square(y).backward()
+        x = batch.chunk(world_size)[rank].clone().requires_grad_()
+        with te.autocast(recipe, group):
+            mine = model(x)
+        mean_square(mine).backward()
+        expected = [y.split([s[e] for e in range(3) for s in splits])[e * world_size + rank] for e in range(3)]
+        assert torch.equal(mine, torch.cat(expected)), step
+        assert torch.equal(x.grad, whole.grad.chunk(world_size)[rank] * world_size)
+        assert_close_to_reference(by_expert(gradients(model)), gradients(reference))
+        for one, other in zip((model.a, model.b, model.c), (reference.a, reference.b, reference.c)):
+            if recipe.kind == "delayed":
+                for kind in ("scale", "amax_history"):
+                    mine, theirs = (getattr(m.fp8_meta["scaling_fwd"], kind) for m in (one, other))
+                    assert torch.equal(mine, theirs), (step, kind)
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+
+
+def _of_expert(hidden, splits, expert, world_size):
+    return [rows.split(s)[expert] for rows, s in zip(hidden.chunk(world_size), splits)]
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", RECIPES)
+def test_parameters_in_fp8_travel_in_fp8(mesh, rank, world_size, kind):
+    with te.installed():
+        recipe = te.Recipe(kind)
+        model = build_fp8(recipe, True)()
+        torch.manual_seed(0)
+        for name, param in model.named_parameters():  # what TE keeps of the values before they were quantized
+            value = torch.randn(param.shape) * 0.1
+            if isinstance(param, te.QuantizedTensor):
+                param.get_high_precision_init_val = lambda value=value: value
+            else:
+                param.data.copy_(value)
+        reference = Net(dim=DIM, hidden=2 * DIM + 32, num_experts=3)
+        parallelize_module(model, mesh, GTPStyle(min_numel=1000))
+        weights = [layer.__dict__[STATE].weights["weight"] for layer in (model.a, model.b, model.c)]
+        assert all(weight.wire_name == ("fp8_block" if kind == "block" else "fp8") for weight in weights)
+        torch.manual_seed(0)
+        first = [torch.randn(param.shape) * 0.1 for param in (model.a._parameters["weight"],)][0]
+        assert torch.equal(full(model.a.weight), first)  # float32, not what the codes stand for
+        train_fp8(model, reference, recipe, rank, world_size, False)
+        reset_stats(model)
+        with te.autocast(recipe):
+            for _ in range(2):
+                mean_square(model(batch_of(rank, 9, 12, DIM))).backward()
+        found = stats(model)
+        hidden = 2 * DIM + 32
+        rows = [384, 128, 3 * 128] if kind == "block" else [hidden, DIM, 3 * DIM]
+        if kind == "block":
+            assert [w.quantized.num_bytes(v) for w in weights for v in w.wire.views][1] > 256 * hidden
+        else:
+            numel = rows[0] * DIM + rows[1] * hidden + rows[2] * DIM
+            padded = 2 * 2 * DIM * DIM * 2 - 3 * DIM * DIM  # three experts over two ranks: cut by out features, even
+            assert padded > 0 and found.gather_bytes == 4 * numel
+        assert found.num_quantizations == 3  # once a step, for two microbatches
+        assert found.live_lease_bytes == 0
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", RECIPES)
+def test_weights_gathered_in_high_precision_are_quantized_in_both_directions(mesh, rank, world_size, kind):
+    with te.installed():
+        recipe = te.Recipe(kind)
+        model, reference = build_pair(build_fp8(recipe, False))
+        parallelize_module(model, mesh, GTPStyle(min_numel=1000))
+        assert model.b.__dict__[STATE].weights["weight"].wire is None
+        train_fp8(model, reference, recipe, rank, world_size, False)
+
+
+@ranks(2)
+def test_recipes_that_cannot_be_served_are_refused(mesh):
+    with te.installed():
+        current, other = te.Recipe("current"), te.Recipe("block")
+        model = parallelize_module(build_fp8(current, True)(), mesh, GTPStyle(min_numel=1000))
+        x = batch_of(0, 0, 12, DIM)
+        with te.autocast(other), pytest.raises(RuntimeError, match=r"a\.weight: .*FP8 for Float8Current.*Float8Block"):
+            model(x)
+        other = te.Recipe("current")
+        other.backward_override = "high_precision"
+        with te.autocast(other), pytest.raises(RuntimeError, match=r"a\.weight: backward_override='high_precision'"):
+            model(x)
+        y = model(x)  # outside of an autocast: what the codes stand for
+        assert stats(model).live_lease_bytes == 0 and y.isfinite().all()
+        with te.quantized_model_init(current):
+            layer = te.Linear(DIM, DIM)
+        layer.quantizers["scaling_fwd"][1] = te.Quantizer()
+        with pytest.raises(ValueError, match=r"Linear.*Quantizer.*wire_format='bf16'"):
+            parallelize_module(nn.Sequential(layer), mesh, GTPStyle())
+
+
+def refused():
+    dim = 64
+    yield lambda: te.Linear(dim, dim, delay_wgrad_compute=True), "delay_wgrad_compute=True.*lost"
+    yield lambda: te.GroupedLinear(2, dim, dim, single_grouped_bias=True), "single_grouped_bias=True"
+    yield lambda: te.RMSNorm(dim), "RMSNorm of te.ops"
+    for name, value, message in (
+        ("ub_overlap_ag_fprop", True, "ub_overlap_ag_fprop=True"),
+        ("fsdp_group", object(), "TE's own FSDP"),
+        ("tp_size", 2, "tp_size=2 without a group"),
+    ):
+
+        def build(name=name, value=value):
+            layer = te.Linear(dim, dim, parallel_mode="column")
+            setattr(layer, name, value)
+            return layer
+
+        yield build, message
+
+
+@ranks(2)
+def test_what_cannot_be_served_is_refused_by_name(mesh):
+    with te.installed():
+        for build, message in refused():
+            model = nn.Sequential(nn.Linear(64, 64), build())
+            before = dict(model.named_parameters())
+            with pytest.raises(ValueError, match=rf"1\.\w+ of shape .*{message}"):
+                parallelize_module(model, mesh, GTPStyle())
+            assert all(before[name] is param for name, param in model.named_parameters())
+    with te.installed("2.18.0"):
+        with pytest.raises(ValueError, match=r"1\.weight .*TransformerEngine is 2\.18\.0.*2\.19"):
+            parallelize_module(nn.Sequential(nn.Linear(64, 64), te.Linear(64, 64)), mesh, GTPStyle())
+
+
+@ranks(2)
+def test_general_path(mesh, rank):
+    """Several weights of one linear, a LayerNormMLP, a class with a forward of its own."""
+
+    class Scaled(te.Linear):
+        def forward(self, inp):
+            return super().forward(inp) * self.weight.sum()
+
+    def build():
+        split = te.Linear(32, 64, parameters_split=("query", "key"))
+        return nn.Sequential(split, te.LayerNormMLP(64, 48), Scaled(64, 32))
+
+    with te.installed():
+        model, reference = build_pair(build)
+        parallelize_module(model, mesh, GTPStyle(GTPConfig(calculate_per_token_loss=True), min_numel=1000))
+        for one in (model, reference):
+            y = one[2](one[1](one[0](batch_of(0, dim=32)), is_first_microbatch=None))
+            mean_square(y).backward()
+        assert_close_to_reference(gradients(model), {n: 2 * g for n, g in gradients(reference).items()})
+        assert stats(model).num_forward_gathers == 5
+        model[0](batch_of(0, dim=32), True)
+        assert not model[0]._fp8_workspaces
+
+
+@ranks(2)
+def test_microbatch_flags_keep_nothing(mesh):
+    with te.installed():
+        model = parallelize_module(nn.Sequential(te.Linear(32, 64), te.GroupedLinear(2, 64, 32)), mesh, GTPStyle())
+        for first in (True, False):
+            x = model[0](batch_of(0, dim=32), first)
+            mean_square(model[1](x, [4, 5], is_first_microbatch=first)).backward()
+        assert not model[0]._fp8_workspaces and stats(model).num_forward_gathers == 4
+
+
+@ranks(4)
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_tensor_parallelism_of_its_own(rank, world_size, is_sharded):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
+
+    def build(group=None):
+        first, second = (
+            {} if group is None else {"tp_group": group, "parallel_mode": mode} for mode in ("column", "row")
+        )
+        return nn.Sequential(te.LayerNormLinear(32, 48, **first), te.Linear(48, 32, **second))
+
+    with te.installed():
+        torch.manual_seed(0)
+        reference = build()
+        model = build(mesh.get_group("tp"))
+        tp_rank = mesh.get_local_rank("tp")
+        with torch.no_grad():
+            for (name, param), whole in zip(model.named_parameters(), reference.parameters()):
+                dims = [dim for dim in range(whole.dim()) if param.shape[dim] != whole.shape[dim]]
+                nn.init.uniform_(whole) if whole.dim() == 1 else None
+                param.copy_(whole.chunk(2, dims[0])[tp_rank] if dims else whole)
+        parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=100 if is_sharded else 10_000))
+        gtp_rank = mesh.get_local_rank("gtp")
+        mine = mean_square(model(batch_of(gtp_rank, dim=32)))
+        mine.backward()
+        for peer in range(2):
+            (mean_square(reference(batch_of(peer, dim=32))) / 2).backward()
+        assert_close_to_reference(full_parameters(model), full_parameters(reference))
+        assert_close_to_reference(gradients(model), gradients(reference))
+        assert stats(model).num_sharded_weights == (2 if is_sharded else 0)
+
+
+@ranks(2)
+def test_initialisation_and_state(mesh, rank, tmp_path):
+    with te.installed():
+        recipe = te.Recipe("delayed")
+        torch.manual_seed(3)
+        expected = [te.Linear(DIM, DIM), te.GroupedLinear(2, DIM, DIM)]
+        with te.quantized_model_init(recipe):
+            model = nn.Sequential(te.Linear(DIM, DIM, device="meta"), te.GroupedLinear(2, DIM, DIM, device="meta"))
+        parallelize_module(model, mesh, GTPStyle())
+        model.to_empty(device="cpu")
+        torch.manual_seed(3)
+        for layer in model:
+            layer.reset_parameters()
+        assert torch.equal(full(model[0].weight), expected[0].weight)
+        assert torch.equal(full(model[1].weight)[1], expected[1].weight1)
+        assert model[0].weight.dtype == torch.float32
+        x = batch_of(rank, dim=DIM)
+        group = amax_group(model)
+        for _ in range(2):
+            with te.autocast(recipe, group):
+                mean_square(model[1](model[0](x), [4, 5])).backward()
+        path = [str(tmp_path)] if rank == 0 else [None]
+        dist.broadcast_object_list(path)
+        save(model.state_dict(), checkpoint_id=path[0])
+        fresh = nn.Sequential(te.Linear(DIM, DIM), te.GroupedLinear(2, DIM, DIM))
+        state = dict(fresh.state_dict())
+        state["1.weight"] = torch.empty(2, DIM, DIM)
+        for index in range(2):
+            del state[f"1.weight{index}"]
+        assert state["0._extra_state"].numel() == 0
+        load(state, checkpoint_id=path[0], planner=CheckedLoadPlanner())
+        fresh.load_state_dict(state)
+        assert torch.equal(fresh[0].weight, full(model[0].weight))
+        assert torch.equal(fresh[1].weight1, full(model[1].weight)[1])
+        for one, other in zip(fresh, model):
+            assert torch.equal(one.fp8_meta["scaling_fwd"].amax_history, other.fp8_meta["scaling_fwd"].amax_history)
+            assert one.fp8_meta["scaling_fwd"].scale[1] != 1
+
+
+@ranks(2)
+def test_bias_and_mixed_precision(mesh, rank):
+    """A bias of 100 reaches every output; fp32 parameters take bf16 inputs."""
+    with te.installed():
+        model = nn.Sequential(te.Linear(32, 64), te.GroupedLinear(2, 64, 32))
+        for name, param in model.named_parameters():
+            nn.init.constant_(param, 100.0 if "bias" in name else 0.0)
+        parallelize_module(model, mesh, GTPStyle(GTPConfig(param_dtype=torch.bfloat16)))
+        y = model[0](batch_of(rank, dim=32))
+        z = model[1](y, [4, 5])
+        assert y.dtype == z.dtype == torch.bfloat16
+        assert (y == 100).all() and (z == 100).all()
+        x = torch.randn(3, 32).bfloat16()
+        model = parallelize_module(nn.Sequential(te.Linear(32, 64)), mesh, GTPStyle())
+        assert model(x).shape == (3, 64) and model[0].activation_dtype == torch.bfloat16
+
+
+def test_a_handle_says_what_it_is():
+    assert TEWeight.is_distributed_weight is True
