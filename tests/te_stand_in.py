@@ -163,12 +163,12 @@ class _FP8:
 
     recipe: Recipe | None = None
     init_recipe: Recipe | None = None
-    region: list = []
+    region: dict = {}  # modules that ran
 
 
 @contextlib.contextmanager
 def autocast(recipe, amax_reduction_group=None):
-    _FP8.recipe, _FP8.region = recipe, []
+    _FP8.recipe, _FP8.region = recipe, {}
     try:
         yield
     finally:
@@ -402,7 +402,7 @@ class _Base(nn.Module):
         self.fp8 = _FP8.recipe is not None
         self.init_fp8(_FP8.recipe, len(splits))
         if self.fp8:
-            _FP8.region.append(self)
+            _FP8.region[self] = True
         if is_first_microbatch is not None:
             self._fp8_workspaces["weight"] = weights[0]
         if not self.fp8:
