@@ -191,6 +191,9 @@ class _Scaling:
     def __init__(self, num):
         self.scale, self.amax_history = torch.ones(num), torch.zeros(HISTORY, num)
 
+    def reset(self):
+        self.scale.fill_(1.0), self.amax_history.zero_()
+
     def roll(self, group):
         if group is not None:
             dist.all_reduce(self.amax_history[0], dist.ReduceOp.MAX, group=group)
@@ -209,6 +212,11 @@ def _is_distributed(weight):
 
 def _gemm_operand(tensor):
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+
+
+def _num_held(tensor):
+    held = getattr(tensor, "_data", getattr(tensor, "_rowwise_data", tensor))
+    return held.numel()
 
 
 def _in_fp8(weight, quantizer):
@@ -268,6 +276,8 @@ class _GEMMs(torch.autograd.Function):
             return [buffer() for buffer in ctx.main_grads] if ctx.fused and ctx.wants_weight else None
 
         if kind == "norm":
+            if is_dist:
+                assert all(_num_held(tensor) == 0 for tensor in ctx.kept), "the gathered weight outlives the forward"
             gathered = weights[0].materialize_group_for_backward() if is_dist else weights
             assert not ctx.fused or ctx.alive() is not None, "weight was removed"
             buffers = take_buffers()

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from gtp_dtensor import CheckedLoadPlanner, GTPConfig, GTPStyle, reset_stats, stats
 from gtp_dtensor.members import STATE
 from gtp_dtensor.te import TEWeight, amax_group
+from gtp_dtensor.wire import Amax
 from tests import te_stand_in as te
 from tests.harness import ranks
 from tests.reference import assert_close_to_reference, build_pair, full, full_parameters, mean_square
@@ -223,6 +224,17 @@ def test_parameters_in_fp8_travel_in_fp8(mesh, rank, world_size, kind):
         torch.manual_seed(0)
         first = [torch.randn(param.shape) * 0.1 for param in (model.a._parameters["weight"],)][0]
         assert torch.equal(full(model.a.weight), first)  # float32, not what the codes stand for
+        for _ in range(2):  # before an optimizer's first step weights are quantized anew, with the scale of before
+            with te.autocast(recipe):
+                mean_square(model(batch_of(rank, 9, 12, DIM))).backward()
+            if kind == "delayed":
+                assert weights[1].quantized.amax[Amax.SCALE].item() == 1 != model.b.fp8_meta["scaling_fwd"].scale[1]
+        assert weights[1].counters.num_quantizations == 2
+        model.zero_grad()
+        for layer in (model.a, model.b, model.c):
+            if kind == "delayed":
+                layer.fp8_meta["scaling_fwd"].reset()
+                layer.__dict__[STATE].weights["weight"].mark_changed()
         train_fp8(model, reference, recipe, rank, world_size)
         reset_stats(model)
         with te.autocast(recipe):

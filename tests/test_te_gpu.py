@@ -114,7 +114,11 @@ def train(kind, recipe_name, module, rank, *, rounds=False, num_steps=3):
         compare(what, {"y": y, "dx": [part.grad for part in x]}, faults)
         grads = by_expert(module, {name: full(param.grad) for name, param in module.named_parameters()})
         expected = mean_grads(reference)
-        compare(what, {name: (grads[name], expected[name]) for name in expected}, faults, 1e-6)
+        pairs = {name: (grads[name], expected[name]) for name in expected}
+        vectors = {name: pairs.pop(name) for name in expected if expected[name].dim() == 1}
+        compare(what, pairs, faults, 1e-6)
+        # Those in high precision are rounded to bfloat16: TE meets these parameters in that.
+        compare(what, vectors, faults, 2**-8 if recipe_name == "bf16" else 1e-6)
         if recipe_name == "delayed":
             for way in ("scaling_fwd", "scaling_bwd"):
                 mine, theirs = (one.fp8_meta[way] for one in (module, reference))
@@ -272,7 +276,7 @@ def test_what_travels_is_what_te_quantizes(mesh, rank):
                     what = f"{kind} {type(recipe).__name__} power of 2 {power_of_2} matrix {index}"
                     if len(mine) == 1:
                         scale = weight.quantized.amax
-                        inverse = next(v for k, v in scale.items() if k.value == "inverse").view(-1)[index]
+                        inverse = next(v for k, v in scale.items() if k.value == "inverse").flatten()[index]
                         same = torch.equal(mine[0], expected._data), torch.equal(inverse.view(1), expected._scale_inv)
                     else:
                         num = -(-IN // 128)

@@ -30,6 +30,7 @@ _LARGEST = torch.finfo(_E4M3).max
 _BLOCK = 128
 _EXPONENT = -(1 << 23)  # the bits of a float32 that are no mantissa
 _COLUMNS = 16  # that an FP8 GEMM counts in
+_ALIGNED = 4  # float32 numbers between scales: 16 bytes
 
 
 def wire_for(module: nn.Module) -> WireFormat:
@@ -118,12 +119,18 @@ class _ScaledFloat8(_Float8):
     def dequantize(self, view, parts, shape, amax, dtype) -> torch.Tensor:
         return (parts[0].view(_E4M3).float() * amax[Amax.INVERSE]).to(dtype)
 
+    @staticmethod
+    def _with_scale(amax: dict[Amax, torch.Tensor], scale: torch.Tensor) -> dict[Amax, torch.Tensor]:
+        inverse = scale.new_empty(*scale.shape[:-1], _ALIGNED)[..., :1]  # cuBLAS wants each of them aligned
+        return {**amax, Amax.SCALE: scale, Amax.INVERSE: torch.reciprocal(scale, out=inverse)}
+
     def _tensor(self, index, parts, shard, quantizer, dtype) -> torch.Tensor:
+        inverse = shard.amax[Amax.INVERSE]
         return Float8Tensor(
             shape=parts[0].shape,
             dtype=dtype,
             data=parts[0],
-            fp8_scale_inv=shard.amax[Amax.INVERSE].view(-1)[index : index + 1],
+            fp8_scale_inv=(inverse[index] if inverse.dim() > 2 else inverse).view(1),
             fp8_dtype=quantizer.dtype,
             quantizer=quantizer,
         )
@@ -143,7 +150,7 @@ class DelayedScaling(_ScaledFloat8):
             scales.append(quantizer.scale.reshape(1))
             quantizer.amax.copy_(torch.maximum(quantizer.amax.reshape(1), value).view(quantizer.amax.shape))
         scale = torch.cat(scales).view_as(amax[Amax.MATRIX])
-        return {**amax, Amax.SCALE: scale, Amax.INVERSE: scale.reciprocal()}
+        return self._with_scale(amax, scale)
 
 
 class CurrentScaling(_ScaledFloat8):
@@ -161,7 +168,7 @@ class CurrentScaling(_ScaledFloat8):
 
     def complete(self, amax, before, owner) -> dict[Amax, torch.Tensor]:
         scale = self._scale(amax[Amax.MATRIX])
-        return {**amax, Amax.SCALE: scale, Amax.INVERSE: scale.reciprocal()}
+        return self._with_scale(amax, scale)
 
     def _scale(self, amax: torch.Tensor) -> torch.Tensor:
         """As TE's kernel computes it."""
