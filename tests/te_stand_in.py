@@ -8,6 +8,7 @@ are those of TE 2.20. tests/test_te_gpu.py runs the real one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import types
 import weakref
@@ -165,9 +166,12 @@ class _FP8:
     init_recipe: Recipe | None = None
     region: dict = {}  # modules that ran
 
+    def delayed(self):
+        return self.kind == "delayed"
+
 
 @contextlib.contextmanager
-def autocast(recipe, amax_reduction_group=None):
+def autocast(recipe, amax_reduction_group=None, enabled=True):
     _FP8.recipe, _FP8.region = recipe, {}
     try:
         yield
@@ -179,7 +183,7 @@ def autocast(recipe, amax_reduction_group=None):
 
 
 @contextlib.contextmanager
-def quantized_model_init(recipe):
+def quantized_model_init(recipe, enabled=True, preserve_high_precision_init_val=True):
     _FP8.init_recipe = recipe
     try:
         yield
@@ -533,6 +537,12 @@ def installed(version="2.20.2"):
     package = ours["transformer_engine.pytorch"] = types.ModuleType("transformer_engine.pytorch")
     for classes in _MODULES.values():
         vars(package).update({one.__name__: one for one in classes})
+    vars(package).update(autocast=autocast, quantized_model_init=quantized_model_init)
+    ours["transformer_engine"].pytorch = package
+    recipes = {"DelayedScaling": "delayed", "Float8CurrentScaling": "current", "Float8BlockScaling": "block"}
+    common = ours["transformer_engine.common"] = types.ModuleType("transformer_engine.common")
+    common.recipe = ours["transformer_engine.common.recipe"] = types.ModuleType("transformer_engine.common.recipe")
+    vars(common.recipe).update({one: functools.partial(Recipe, kind) for one, kind in recipes.items()})
     name = "transformer_engine.pytorch.distributed_weight"
     if tuple(map(int, version.split("."))) >= (2, 19):
         ours[name] = types.ModuleType(name)
