@@ -17,136 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
+from tests.te_stand_in_tensors import (
+    LARGEST,
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+    MXFP8Quantizer,
+    MXFP8Tensor,
+    QuantizedTensor,
+)
+
 HISTORY = 4
-BLOCK = 128
-
-
-# ---- quantized tensors and quantizers
-
-
-class QuantizedTensor(torch.Tensor):
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        raise RuntimeError(f"{func} of a quantized tensor")
-
-    @classmethod
-    def _make(cls, shape, dtype, device):
-        return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
-
-
-class Float8Tensor(QuantizedTensor):
-    def __new__(cls, *, shape, dtype, data, fp8_scale_inv, fp8_dtype, quantizer):
-        self = cls._make(shape, dtype, data.device)
-        self._data, self._scale_inv, self._quantizer = data, fp8_scale_inv, quantizer
-        return self
-
-    def dequantize(self):
-        return (self._data.view(E4M3).float() * self._scale_inv).to(self.dtype)
-
-    def clear(self):
-        self._data.data = self._data.data.new_empty(0)
-
-
-class Float8BlockwiseQTensor(QuantizedTensor):
-    def __new__(
-        cls,
-        *,
-        shape,
-        dtype,
-        rowwise_data,
-        rowwise_scale_inv,
-        columnwise_data,
-        columnwise_scale_inv,
-        fp8_dtype,
-        quantizer,
-        is_2D_scaled,
-    ):
-        assert is_2D_scaled and rowwise_scale_inv.shape == (-(-shape[0] // BLOCK), -(-shape[1] // (4 * BLOCK)) * 4)
-        assert tuple(rowwise_data.shape) == tuple(shape) and rowwise_data.is_contiguous()
-        self = cls._make(shape, dtype, rowwise_data.device)
-        self._rowwise_data, self._rowwise_scale_inv, self._quantizer = rowwise_data, rowwise_scale_inv, quantizer
-        return self
-
-    def dequantize(self):
-        scales = self._rowwise_scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-        values = self._rowwise_data.view(E4M3).float() * scales[: self.shape[0], : self.shape[1]]
-        return values.to(self.dtype)
-
-    def clear(self):
-        for tensor in (self._rowwise_data, self._rowwise_scale_inv):
-            tensor.data = tensor.data.new_empty(0)
-
-
-class Quantizer:
-    internal, dtype = False, "kFloat8E4M3"
-
-    def set_usage(self, *, rowwise=None, columnwise=None):
-        pass
-
-    def copy(self):
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        return twin
-
-
-def _float8(tensor, scale, quantizer):
-    codes = (tensor.float() * scale).clamp(-LARGEST, LARGEST).to(E4M3).view(torch.uint8)
-    return Float8Tensor(
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        data=codes,
-        fp8_scale_inv=scale.reciprocal(),
-        fp8_dtype=None,
-        quantizer=quantizer,
-    )
-
-
-class Float8Quantizer(Quantizer):
-    def __init__(self, scale, amax, fp8_dtype):
-        self.scale, self.amax = scale, amax
-
-    def __call__(self, tensor):
-        self.amax.copy_(torch.maximum(self.amax, tensor.abs().amax().float()))
-        return _float8(tensor, self.scale.clone(), self)
-
-
-class Float8CurrentScalingQuantizer(Quantizer):
-    force_pow_2_scales, amax_epsilon = False, 0.0
-
-    def __call__(self, tensor):
-        scale = (LARGEST / tensor.abs().amax().double()).float().view(1)
-        if self.force_pow_2_scales:
-            scale = torch.exp2(torch.floor(torch.log2(scale)))
-        return _float8(tensor, scale, self)
-
-
-class Float8BlockQuantizer(Quantizer):
-    block_scaling_dim = 2
-
-    def __call__(self, tensor):
-        rows, columns = tensor.shape
-        tiles = (-(-rows // BLOCK), -(-columns // (4 * BLOCK)) * 4)
-        padded = torch.zeros(tiles[0] * BLOCK, tiles[1] * BLOCK)
-        padded[:rows, :columns] = tensor.float()
-        tiled = padded.view(tiles[0], BLOCK, tiles[1], BLOCK)
-        amax = tiled.abs().amax((1, 3)).clamp(min=1e-20)
-        scale = torch.exp2(torch.floor(torch.log2(LARGEST / amax)))
-        codes = (tiled * scale[:, None, :, None]).to(E4M3).view(padded.shape)[:rows, :columns]
-        return Float8BlockwiseQTensor(
-            shape=tensor.shape,
-            dtype=tensor.dtype,
-            rowwise_data=codes.contiguous().view(torch.uint8),
-            rowwise_scale_inv=scale.reciprocal(),
-            columnwise_data=None,
-            columnwise_scale_inv=None,
-            fp8_dtype=None,
-            quantizer=self,
-            is_2D_scaled=True,
-        )
 
 
 # ---- recipes and autocast
@@ -156,7 +39,10 @@ class Recipe:
     backward_override = None
 
     def __init__(self, kind):
-        self.kind = kind  # "delayed", "current" or "block"
+        self.kind = kind  # "delayed", "current", "block" or "mx"
+
+    def delayed(self):
+        return self.kind == "delayed"
 
 
 class _FP8:
@@ -165,9 +51,6 @@ class _FP8:
     recipe: Recipe | None = None
     init_recipe: Recipe | None = None
     region: dict = {}  # modules that ran
-
-    def delayed(self):
-        return self.kind == "delayed"
 
 
 @contextlib.contextmanager
@@ -189,6 +72,9 @@ def quantized_model_init(recipe, enabled=True, preserve_high_precision_init_val=
         yield
     finally:
         _FP8.init_recipe = None
+
+
+_QUANTIZERS = {"current": Float8CurrentScalingQuantizer, "block": Float8BlockQuantizer, "mx": MXFP8Quantizer}
 
 
 class _Scaling:
@@ -214,8 +100,10 @@ def _is_distributed(weight):
     return bool(getattr(weight, "is_distributed_weight", False))
 
 
-def _gemm_operand(tensor):
-    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+def _gemm_operand(tensor, is_backward=False):
+    if not isinstance(tensor, QuantizedTensor):
+        return tensor
+    return tensor.for_backward() if is_backward and isinstance(tensor, MXFP8Tensor) else tensor.dequantize()
 
 
 def _num_held(tensor):
@@ -296,7 +184,7 @@ class _GEMMs(torch.autograd.Function):
                 assert all(isinstance(w, QuantizedTensor) for w in gathered), (
                     "GEMM of FP8 with a weight in high precision"
                 )
-            grad_rows = torch.cat([g @ _gemm_operand(w).detach() for g, w in zip(grads, gathered)])
+            grad_rows = torch.cat([g @ _gemm_operand(w, True).detach() for g, w in zip(grads, gathered)])
         wgrads = [None] * num
         if ctx.wants_weight:
             wgrads = [g.t() @ part for g, part in zip(grads, rows)]
@@ -371,10 +259,7 @@ class _Base(nn.Module):
             scales = range(3 * num)
             made = [Float8Quantizer(state.scale[i : i + 1], state.amax_history[0][i : i + 1], None) for i in scales]
         else:
-            made = [
-                {"current": Float8CurrentScalingQuantizer, "block": Float8BlockQuantizer}[recipe.kind]()
-                for _ in range(3 * num)
-            ]
+            made = [_QUANTIZERS[recipe.kind]() for _ in range(3 * num)]
         self.quantizers["scaling_fwd"] = made
 
     def all_quantizers(self):
@@ -521,8 +406,8 @@ _MODULES = {
     "module.layernorm_mlp": (LayerNormMLP,),
     "module.base": (_Base,),
     "ops.basic.rmsnorm": (RMSNorm,),
-    "tensor": (Float8Tensor, Float8BlockwiseQTensor, QuantizedTensor),
-    "quantizers": (Float8Quantizer, Float8CurrentScalingQuantizer, Float8BlockQuantizer),
+    "tensor": (Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor, QuantizedTensor),
+    "quantizers": (Float8Quantizer, Float8CurrentScalingQuantizer, Float8BlockQuantizer, MXFP8Quantizer),
 }
 for _name, _classes in _MODULES.items():
     for _class in _classes:
@@ -546,14 +431,13 @@ def installed(version="2.20.2"):
     name = "transformer_engine.pytorch.distributed_weight"
     if tuple(map(int, version.split("."))) >= (2, 19):
         ours[name] = types.ModuleType(name)
-    bound = "gtp_dtensor.wire.te_float8"  # holds classes of the TransformerEngine that it met
-    before = {
-        key: sys.modules.pop(key) for key in [*sys.modules] if key.startswith("transformer_engine") or key == bound
-    }
+    bound = [f"gtp_dtensor.wire.te_{name}" for name in ("float8", "mx")]  # hold classes of the one that they met
+    others = [key for key in sys.modules if key.startswith("transformer_engine") or key in bound]
+    before = {key: sys.modules.pop(key) for key in others}
     sys.modules.update(ours)
     try:
         yield
     finally:
-        for key in (*ours, bound):
+        for key in (*ours, *bound):
             sys.modules.pop(key, None)
         sys.modules.update(before)

@@ -20,6 +20,7 @@ from gtp_dtensor.wire import Amax
 from tests import te_stand_in as te
 from tests.harness import ranks
 from tests.reference import assert_close_to_reference, build_pair, full, full_parameters, mean_square
+from tests.te_stand_in_tensors import Quantizer
 
 DIM = 128
 
@@ -169,7 +170,8 @@ def test_wgrad_is_written_into_what_is_sent(mesh, rank, reduce_dtype):
         assert_close_to_reference(full(fused[0].weight.grad), 2 * reference[0].weight.grad.float(), rtol=rtol)
 
 
-RECIPES = ["delayed", "current", "block"]
+RECIPES = ["delayed", "current", "block", "mx"]
+FORMATS = {"delayed": "fp8", "current": "fp8", "block": "fp8_block", "mx": "mxfp8"}
 
 
 def build_fp8(recipe, native):
@@ -227,7 +229,7 @@ def test_parameters_in_fp8_travel_in_fp8(mesh, rank, world_size, kind):
         reference = Net(dim=DIM, hidden=2 * DIM + 32, num_experts=3)
         parallelize_module(model, mesh, GTPStyle(min_numel=1000))
         weights = [layer.__dict__[STATE].weights["weight"] for layer in (model.a, model.b, model.c)]
-        assert all(weight.wire_name == ("fp8_block" if kind == "block" else "fp8") for weight in weights)
+        assert all(weight.wire_name == FORMATS[kind] for weight in weights)
         torch.manual_seed(0)
         first = [torch.randn(param.shape) * 0.1 for param in (model.a._parameters["weight"],)][0]
         assert torch.equal(full(model.a.weight), first)  # float32, not what the codes stand for
@@ -256,13 +258,16 @@ def test_parameters_in_fp8_travel_in_fp8(mesh, rank, world_size, kind):
             num_rows = (4 * 128, 128 * 2, 3 * 256)
             numel = sum(rows * columns for rows, columns in zip(num_rows, (DIM, hidden, DIM)))
             numel += sum(rows // 128 * 4 * 4 for rows in num_rows)
+        if kind == "mx":  # cut at blocks of 32 rows, the views of both directions alike: 5 blocks a rank of 288 rows
+            numel = 320 * DIM + DIM * hidden + 3 * 128 * DIM
+            numel += numel // 32
         assert found.gather_bytes == 4 * numel
         assert found.num_quantizations == 3  # once a step, for two microbatches
         assert found.live_lease_bytes == 0
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", ["delayed", slow("current"), slow("block")])
+@pytest.mark.parametrize("kind", ["delayed", slow("current"), slow("block"), slow("mx")])
 def test_weights_gathered_in_high_precision_are_quantized_in_both_directions(mesh, rank, world_size, kind):
     with te.installed():
         recipe = te.Recipe(kind)
@@ -288,7 +293,7 @@ def test_recipes_that_cannot_be_served_are_refused(mesh):
         assert stats(model).live_lease_bytes == 0 and y.isfinite().all()
         with te.quantized_model_init(current):
             layer = te.Linear(DIM, DIM)
-        layer.quantizers["scaling_fwd"][1] = te.Quantizer()
+        layer.quantizers["scaling_fwd"][1] = Quantizer()
         with pytest.raises(ValueError, match=r"Linear.*Quantizer.*wire_format='bf16'"):
             parallelize_module(nn.Sequential(layer), mesh, GTPStyle())
 

@@ -1,6 +1,7 @@
 """TransformerEngine's own modules under GTP, several ranks on one GPU, beside unsharded ones with the same data."""
 
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from gtp_dtensor import CheckedLoadPlanner, GTPConfig, GTPStyle, reset_stats, stats
 from gtp_dtensor.members import STATE
+from gtp_dtensor.schedule import Kind
 from tests.harness import ranks
 from tests.reference import full, relative_error, replica_options
 
@@ -288,6 +290,35 @@ def test_what_travels_is_what_te_quantizes(mesh, rank):
                     if same != (True, True):
                         faults.append(f"{what}: codes, scales {same}")
     assert not faults, "\n".join(faults)
+
+
+@on_four
+def test_mxfp8_is_packed_and_unpacked_without_a_gemm(mesh, rank):
+    """Both views, on a device without these GEMMs: what is made of gathered bytes is what TE makes of the whole weight."""
+    from transformer_engine.pytorch import MXFP8Quantizer
+    from transformer_engine.pytorch.constants import DType
+
+    from gtp_dtensor.wire.te_mx import MXScaling
+
+    quantizer = MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True)
+    for kind in ("Linear", "GroupedLinear"):
+        reset()
+        module = make(kind, shape=(256, 320), bias=False)
+        with mock.patch("gtp_dtensor.te.wire_of", lambda module: MXScaling(quantizer)):
+            parallelize_module(module, mesh, GTPStyle(CONFIG))
+        weight = module.__dict__[STATE].weights["weight"]
+        whole = full(module.weight)
+        stack = [whole] if kind == "Linear" else whole.unbind(0)
+        for use, way, rows, columns in ((Kind.FORWARD, "row", 320, 8), (Kind.BACKWARD, "column", 10, 256)):
+            lease = weight.runtime.acquire(weight, use)
+            tensors = weight.wire.tensors(lease, [quantizer] * len(stack), torch.bfloat16, use is Kind.BACKWARD)
+            for one, tensor in zip(stack, tensors):
+                expected = quantizer(one.contiguous())
+                assert torch.equal(getattr(tensor, f"_{way}wise_data"), getattr(expected, f"_{way}wise_data"))
+                mine, theirs = (getattr(made, f"_{way}wise_scale_inv") for made in (tensor, expected))
+                assert mine.shape == theirs.shape
+                assert torch.equal(mine[:rows, :columns], theirs[:rows, :columns])
+            weight.runtime.release(lease)
 
 
 @on_two

@@ -50,8 +50,9 @@ def test_trains_as_a_single_process(titan_jobs, tmp_path, recipe):
         common += [f"--model.hf_assets_path={folder}/checkpoint/tokenizer"] if num_ranks == 1 else []
         found.append([(r["loss"], r["grad_norm"]) for r in metrics(folder)])
     assert len(found[0]) == 3 and torch.tensor(found[1]).allclose(torch.tensor(found[0]), rtol=1e-5)
-    quantizations = 0 if recipe == "bf16" else 42
-    assert [rank["stats"]["num_quantizations"] for rank in probes(tmp_path / "2")] == [3 * quantizations] * 2
+    # Before the first step and after each.
+    num_quantizations = 0 if recipe == "bf16" else 4 * 42
+    assert [rank["stats"]["num_quantizations"] for rank in probes(tmp_path / "2")] == [num_quantizations] * 2
 
 
 def llama(**sizes):

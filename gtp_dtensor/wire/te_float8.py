@@ -47,6 +47,10 @@ def wire_for(module: nn.Module) -> WireFormat:
         return CurrentScaling(quantizers[0].force_pow_2_scales, quantizers[0].amax_epsilon)
     if kind is Float8BlockQuantizer and quantizers[0].block_scaling_dim == 2:
         return BlockScaling(quantizers[0])
+    if kind.__name__ == "MXFP8Quantizer":
+        from .te_mx import MXScaling
+
+        return MXScaling(quantizers[0])
     one_dim = ", with blocks along one dim," if kind is Float8BlockQuantizer else ""
     raise ValueError(
         f"{type(module).__name__} with {module.num_gemms if hasattr(module, 'num_gemms') else 1} weights made in FP8 by "
@@ -70,7 +74,7 @@ def quantized_for_backward(weight: torch.Tensor, quantizer: object, scale: torch
     return quantizer(weight)
 
 
-class _Float8(WireFormat):
+class TEFormat(WireFormat):
     """What TE's GEMMs read as ``tensor_class``, made by quantizers of ``quantizer_class``."""
 
     column_block = _COLUMNS
@@ -96,14 +100,15 @@ class _Float8(WireFormat):
             quantizer = quantizer.copy()
             quantizer.internal = False
             quantizer.set_usage(rowwise=True, columnwise=is_backward)
-            tensors.append(self._tensor(index, [part[index] for part in parts], shard, quantizer, dtype))
+            parts_of_one = [part[index] for part in parts]
+            tensors.append(self._tensor(lease.view, index, parts_of_one, shard, quantizer, dtype))
         return tensors
 
-    def _tensor(self, index, parts, shard, quantizer, dtype) -> torch.Tensor:
+    def _tensor(self, view, index, parts, shard, quantizer, dtype) -> torch.Tensor:
         raise NotImplementedError
 
 
-class _ScaledFloat8(_Float8):
+class _ScaledFloat8(TEFormat):
     """One scale for a matrix: only codes travel, and serve both directions."""
 
     name = "fp8"
@@ -124,7 +129,7 @@ class _ScaledFloat8(_Float8):
         inverse = scale.new_empty(*scale.shape[:-1], _ALIGNED)[..., :1]  # cuBLAS wants each of them aligned
         return {**amax, Amax.SCALE: scale, Amax.INVERSE: torch.reciprocal(scale, out=inverse)}
 
-    def _tensor(self, index, parts, shard, quantizer, dtype) -> torch.Tensor:
+    def _tensor(self, view, index, parts, shard, quantizer, dtype) -> torch.Tensor:
         inverse = shard.amax[Amax.INVERSE]
         return Float8Tensor(
             shape=parts[0].shape,
@@ -179,7 +184,7 @@ class CurrentScaling(_ScaledFloat8):
         return torch.where((amax == 0) | amax.isinf(), torch.ones_like(scale), scale)
 
 
-class BlockScaling(_Float8):
+class BlockScaling(TEFormat):
     """One scale for 128 x 128 elements, which travels with them, and serves both directions.
 
     Args:
@@ -212,7 +217,7 @@ class BlockScaling(_Float8):
         scales = scales.repeat_interleave(_BLOCK, -2).repeat_interleave(_BLOCK, -1)
         return (codes * scales[..., : shape[-1]]).to(dtype)
 
-    def _tensor(self, index, parts, shard, quantizer, dtype) -> torch.Tensor:
+    def _tensor(self, view, index, parts, shard, quantizer, dtype) -> torch.Tensor:
         codes, scales = parts
         return Float8BlockwiseQTensor(
             shape=shard.shape[-2:],
