@@ -34,8 +34,9 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
     While False, gradients are summed over the gtp axis only and kept back, in memory of the size of this rank's shards;
     where there are no replicas those of sharded weights go into ``.grad`` at once. For accumulation over microbatches:
     set False before the first and True before the last backward (whose communication then overlaps it), or call
-    :func:`finalize_grads` after the last. ``zero_grad()`` does not reach what is kept back; gradients that hooks or
-    ``torch.autograd.grad`` ask for are never kept back.
+    :func:`finalize_grads` after the last. ``zero_grad()`` does not reach what is kept back: where a step is given up
+    (a microbatch raised), call :func:`finalize_grads` first. Gradients that hooks or ``torch.autograd.grad`` ask for are
+    never kept back.
     """
     for runtime in model_runtimes(model):
         runtime.syncs_gradients = requires_gradient_sync
@@ -95,6 +96,8 @@ class GTPStats:
             the axis of copies.
         num_small_reductions: coalesced reductions of the gradients of parameters that stay whole.
         num_refreshes: compute shards rewritten.
+        num_fences: with symmetric memory: how often ranks told each other, around that, that they had read or rewritten
+            them; two an optimizer step.
         num_quantizations: of them, those that were quantized.
         gather_bytes: payload gathered.
         reduce_bytes: payload reduced (sharded weights).
@@ -103,6 +106,8 @@ class GTPStats:
             others, which need not be at one time.
         num_pending: gradients that are not in ``.grad`` yet; 0 after a drain.
         num_sharded_weights: sharded weights of the model.
+        symmetric_bytes: memory that peers reach (compute shards, inboxes), unknown to torch's caching allocator; of all
+            models on these mesh axes.
     """
 
     num_forward_gathers: int = 0
@@ -115,6 +120,7 @@ class GTPStats:
     num_replica_reductions: int = 0
     num_small_reductions: int = 0
     num_refreshes: int = 0
+    num_fences: int = 0
     num_quantizations: int = 0
     gather_bytes: int = 0
     reduce_bytes: int = 0
@@ -122,12 +128,15 @@ class GTPStats:
     peak_lease_bytes: int = 0
     num_pending: int = 0
     num_sharded_weights: int = 0
+    symmetric_bytes: int = 0
 
 
 def stats(model: nn.Module) -> GTPStats:
     """The counters of ``model`` since the last :func:`reset_stats`. All 0 where GTP is off."""
     result = GTPStats()
-    for runtime in model_runtimes(model):
+    runtimes = model_runtimes(model)
+    result.symmetric_bytes = sum(transport.num_bytes for transport in {runtime.transport for runtime in runtimes})
+    for runtime in runtimes:
         for field in fields(runtime.counters):
             setattr(result, field.name, getattr(result, field.name) + getattr(runtime.counters, field.name))
         result.num_pending += runtime.reducer.num_pending

@@ -10,9 +10,6 @@ from .wire import QUANTIZED
 
 WIRE_FORMATS = ("bf16", *QUANTIZED, "auto")
 TRANSPORTS = ("auto", "collective", "symmetric")
-# Transports that this release can serve. The others are named in the public surface and are refused at set-up rather than
-# replaced silently.
-_SERVED_TRANSPORTS = ("auto", "collective")
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,12 @@ class GTPConfig:
         param_dtype: the dtype that is gathered and computed in. None: the parameter's own.
         reduce_dtype: the dtype that gradients travel in, over every axis. None: the parameter's own. A sum in float32 is
             rounded to it before it goes on to the next axis.
-        transport: how bytes move: process-group collectives, or symmetric memory.
+        transport: how bytes move over the gtp axis. "collective": by the process group. "symmetric": through memory that
+            all its ranks have mapped, by copy engines; needs GPUs of one NVLink domain, sums gradients in float32, keeps
+            a copy of each shard in ``param_dtype`` and inboxes for ``graph_wgrad_ring_size`` gradients outside of torch's
+            caching allocator, and needs all ranks to write parameters alike (where one alone does, it waits for the
+            others until the process group's time-out ends it). "auto": collective, until symmetric memory has been
+            measured over NVLink; a log line says so. Between replicas, and for parameters that stay whole, always collective.
         recompute_keep_bytes: a weight gathered for recomputation is kept for its backward use while the kept weights
             of this model stay within this many bytes. None: eight times the largest gathered weight. 0: never.
     """
@@ -72,10 +74,6 @@ class GTPConfig:
             raise ValueError(f"GTPConfig.wire_format={self.wire_format!r}: choose one of {', '.join(WIRE_FORMATS)}")
         if self.transport not in TRANSPORTS:
             raise ValueError(f"GTPConfig.transport={self.transport!r}: choose one of {', '.join(TRANSPORTS)}")
-        if self.transport not in _SERVED_TRANSPORTS:
-            raise NotImplementedError(
-                f"GTPConfig.transport={self.transport!r} is not served by this release; use 'collective' or 'auto'"
-            )
         for name, least in (("graph_wgrad_ring_size", 1), ("look_ahead", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from .transport import CollectiveTransport
+from .transport import CollectiveTransport, choose_transport
 
 
 class Domain:
@@ -26,6 +26,7 @@ class Domain:
         shard_mesh: DeviceMesh | None,
         replicate_mesh: DeviceMesh | None,
         is_expert: bool = False,
+        transport: str = "auto",
     ) -> None:
         device = torch.device(gtp_mesh.device_type)
         if device.type != "cpu":
@@ -36,7 +37,8 @@ class Domain:
         self.replicate_mesh = replicate_mesh
         self.is_expert = is_expert
         prefix = "egtp" if is_expert else "gtp"
-        self.transport = CollectiveTransport(gtp_mesh.get_group(), device, prefix)
+        # Of the gtp axis alone: between replicas bytes move once a step, by collectives.
+        self.transport = choose_transport(transport, gtp_mesh, device, prefix)
         self.shard_transport = self.replicate_transport = None
         if shard_mesh is not None:
             self.shard_transport = CollectiveTransport(shard_mesh.get_group(), device, f"{prefix}_shard")
@@ -72,14 +74,16 @@ def domain_of(
     shard_mesh: DeviceMesh | None = None,
     replicate_mesh: DeviceMesh | None = None,
     is_expert: bool = False,
+    transport: str = "auto",
 ) -> Domain:
-    """The one domain of these mesh axes; creates communicators on first use (collective over each axis)."""
+    """The one domain of these mesh axes and this ``GTPConfig.transport``; creates communicators on first use (collective
+    over each axis)."""
     root = gtp_mesh._get_root_mesh()
     table = root.__dict__.get("_gtp_domains")
     if not isinstance(table, _DomainTable):  # none, or what a pickled mesh brought along
         table = root.__dict__["_gtp_domains"] = _DomainTable()
     meshes = (gtp_mesh, shard_mesh, replicate_mesh)
-    key = (is_expert, *(None if mesh is None else tuple(mesh.mesh.tolist()) for mesh in meshes))
+    key = (is_expert, transport, *(None if mesh is None else tuple(mesh.mesh.tolist()) for mesh in meshes))
     if key not in table:
-        table[key] = Domain(*meshes, is_expert)
+        table[key] = Domain(*meshes, is_expert, transport)
     return table[key]

@@ -2,7 +2,8 @@
 
 Of a reduction over one axis arrives either the sum, or, where it is summed here in float32, every rank's part of it.
 Either way this rank's rows of the sum are written to a new tensor (:meth:`rows`), or added to one that is there
-(:meth:`add_to`): the gradient of a parameter, or what is kept back from the replicas.
+(:meth:`add_to`): the gradient of a parameter, or what is kept back from the replicas. Where ranks write into each
+other's memory, the sum itself is enqueued when the reduction starts, and may go straight into the gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.nn as nn
 
 from .accumulation import sum_parts
-from .transport import Transfer
+from .transport import Ticket, Transfer
 
 if TYPE_CHECKING:
     from .weight import ShardedWeight
@@ -42,6 +43,8 @@ class PendingSum:
     """
 
     __slots__ = ("weight", "param", "_out", "_shape", "_transfer")
+
+    is_in_grad = False
 
     def __init__(
         self, weight: ShardedWeight, param: nn.Parameter, out: torch.Tensor, shape: torch.Size, transfer: Transfer
@@ -93,6 +96,7 @@ class PendingParts:
 
     __slots__ = ("weight", "param", "_parts", "_shape", "_transfer", "_spare")
 
+    is_in_grad = False
     dtype = torch.float32  # that the sum is made in
 
     def __init__(
@@ -145,7 +149,53 @@ class PendingParts:
         self._spare = None
 
 
-Pending = PendingSum | PendingParts
+class PendingPush:
+    """The same where each rank's rows are written into its memory by its peers, and summed by a kernel that is enqueued
+    already.
+
+    Args:
+        grad: the unsharded gradient, which is read until the sum is made.
+        total: the sum, float32 (this rank's rows); or the local gradient of ``param`` that it goes into, scaled.
+        is_in_grad: which of both: there is nothing to do then but to wait.
+    """
+
+    __slots__ = ("weight", "param", "is_in_grad", "_grad", "_total", "_ticket")
+
+    dtype = torch.float32  # that the sum is made in
+
+    def __init__(
+        self,
+        weight: ShardedWeight,
+        param: nn.Parameter,
+        grad: torch.Tensor,
+        total: torch.Tensor,
+        is_in_grad: bool,
+        ticket: Ticket,
+    ) -> None:
+        self.weight = weight
+        self.param = param
+        self.is_in_grad = is_in_grad
+        self._grad = grad
+        self._total = total
+        self._ticket = ticket
+
+    def rows(self, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+        """See :meth:`PendingSum.rows`."""
+        self._ticket.wait()
+        return scaled(self._total, dtype, scale)
+
+    def add_to(self, into: torch.Tensor, scale: float = 1.0) -> None:
+        """See :meth:`PendingSum.add_to`."""
+        self._ticket.wait()
+        into.add_(self._total, alpha=scale)
+
+    def release(self) -> None:
+        """See :meth:`PendingSum.release`; waits."""
+        self._ticket.release()
+        self._grad = self._total = None
+
+
+Pending = PendingSum | PendingParts | PendingPush
 
 
 class Stage:

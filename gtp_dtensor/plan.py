@@ -17,7 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from .layout import TPLayout, axis_name, tp_layout
 from .members import STATE, state_members
-from .runtime import SUCCESSOR
+from .steps import SUCCESSOR
 from .wire import WireFormat
 from .wires import GROUPED_GEMMS, choose_wires, is_te, te_room
 

@@ -84,6 +84,20 @@ class QuantizedShard:
         """Of a gathered view."""
         return sum(shape.numel() for shape in self.wire.part_shapes(view, self._buffer_shape))
 
+    def sent_tensors(self) -> dict[tuple, tuple[torch.Size, torch.dtype]]:
+        """See :meth:`ShardedWeight.sent_tensors`: parts, by view and place."""
+        return {
+            (view, place): (shape, torch.uint8)
+            for view in self.wire.views
+            for place, shape in enumerate(self.wire.part_shapes(view, self._send_shape))
+        }
+
+    def live_in(self, tensors: dict[tuple, torch.Tensor]) -> None:
+        """See :meth:`ShardedWeight.live_in`."""
+        self.parts = {
+            view: tuple(tensor for (of, _), tensor in tensors.items() if of is view) for view in self.wire.views
+        }
+
     # ---- once a step
 
     def slot_shapes(self) -> dict[Amax, torch.Size]:

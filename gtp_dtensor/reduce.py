@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from .accumulation import sums_here
 from .layout import RowCut, new_dtensor, share_storage
 from .modes import own_ops, plain_ops
-from .pending import Pending, PendingParts, PendingSum, Stage, scaled
-from .transport import CollectiveTransport
+from .pending import Pending, PendingParts, PendingPush, PendingSum, Stage, scaled
+from .transport import SUMMED_DTYPES, CollectiveTransport
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -69,8 +69,8 @@ class Reducer:
         self._over_shards = domain.shard_transport
         self._over_copies = domain.replicate_transport
         self._most_pending = runtime.config.graph_wgrad_ring_size - 1
-        has_replicas = self._over_shards is not None or self._over_copies is not None
-        self.pending = Stage(self._to_replicas if has_replicas else self._accumulate)  # over gtp
+        self._has_replicas = self._over_shards is not None or self._over_copies is not None
+        self.pending = Stage(self._to_replicas if self._has_replicas else self._accumulate)  # over gtp
         self._to_shards = Stage(self._accumulate if self._over_copies is None else self._from_shards)
         self._to_copies = Stage(self._from_copies)
         self._back_to_copies = Stage(self._accumulate)  # sums that each copy made a part of
@@ -97,6 +97,8 @@ class Reducer:
                 self.pending.receive(self._most_pending)
 
     def _accumulate(self, reduction: Pending) -> None:
+        if reduction.is_in_grad:
+            return
         param, scale = reduction.param, self._runtime.gradient_scale
         if param.grad is None:
             param.grad = new_dtensor(reduction.rows(param.dtype, scale), param._spec)
@@ -177,7 +179,10 @@ class Reducer:
             check_grad(param, weight.fqn)
         self.make_room()
         with own_ops(weight.fqn, "reduce"):
-            reduction = self._start(weight, param, grad, is_borrowed)
+            if self._runtime.transport.pushes(weight.reduce_dtype):
+                reduction = self._push(weight, param, grad, returned)
+            else:
+                reduction = self._start(weight, param, grad, is_borrowed)
         if returned:
             with plain_ops():
                 reduction = self._over_replicas_now(reduction)
@@ -204,6 +209,25 @@ class Reducer:
             return self._exchange(runtime.transport, weight, param, buffer, shape, cut.dim, borrowed)
         out = buffer.new_empty(weight.send_shape)
         return PendingSum(weight, param, out, shape, runtime.transport.reduce_scatter(out, buffer, cut.dim))
+
+    def _push(self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, returned: bool) -> PendingPush:
+        """Through memory of the peers: no padding travels, and where nothing follows the sum it is made in ``.grad``."""
+        runtime, counters = self._runtime, weight.counters
+        grad = self._own_gradient(weight, grad).contiguous()
+        counters.num_reductions += 1
+        counters.reduce_bytes += grad.nbytes
+        scale, adds = 1.0, False
+        total = None
+        if not (returned or self._has_replicas):
+            total, adds = _room_in_grad(param)
+        is_in_grad = total is not None
+        if is_in_grad:
+            scale = runtime.gradient_scale
+        else:
+            shape = weight.cut.resized(weight.tp_local_shape, weight.num_local_rows)
+            total = grad.new_empty(shape, dtype=torch.float32)
+        ticket = runtime.transport.reduce_rows(weight, grad, total, scale, adds)
+        return PendingPush(weight, param, grad, total, is_in_grad, ticket)
 
     def _over_shard_axis(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> Pending:
         """``rows``, ours to give away, over the axis that cuts the optimizer's parameters."""
@@ -253,23 +277,26 @@ class Reducer:
         is_spare = borrowed is None or not share_storage(sent, borrowed)
         return PendingParts(weight, param, parts, shape, transfer, sent if is_spare else None)
 
-    def _reduction_input(self, weight: ShardedWeight, grad: torch.Tensor) -> torch.Tensor:
+    def _own_gradient(self, weight: ShardedWeight, grad: torch.Tensor) -> torch.Tensor:
+        """Of the TP-local weight, in ``reduce_dtype``."""
         if weight.tp is not None:
             grad, owes_tp_sum = weight.tp.unwrap_grad(grad)
             if owes_tp_sum:
                 grad = grad.clone()
                 dist.all_reduce(grad, group=weight.tp.mesh.get_group())
-        if grad.dtype != weight.reduce_dtype:
-            grad = grad.to(weight.reduce_dtype)
+        return grad if grad.dtype == weight.reduce_dtype else grad.to(weight.reduce_dtype)
+
+    def _reduction_input(self, weight: ShardedWeight, grad: torch.Tensor) -> torch.Tensor:
+        grad = self._own_gradient(weight, grad)
         return grad if grad.shape == weight.buffer_shape and grad.is_contiguous() else weight.cut.pack(grad)
 
     def gradient_buffer(self, weight: ShardedWeight, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for the gradient of the gathered weight: of ``weight.buffer_shape`` (not initialised, but for its
-        padding), which :meth:`launch` sends as it is; where each rank's rows are padded, of the weight's own shape."""
+        """Memory for the gradient of the gathered weight, not initialised, which :meth:`launch` takes as it is: of
+        ``weight.buffer_shape``, with zeros as padding, or where that is not what is sent, of the weight's own shape."""
         self.make_room()
         cut, device = weight.cut, weight.param.device
         with plain_ops():
-            if cut.padded != cut.chunk:
+            if cut.padded != cut.chunk or self._runtime.transport.pushes(weight.reduce_dtype):
                 return torch.empty(weight.tp_local_shape, dtype=dtype, device=device)
             buffer = torch.empty(weight.buffer_shape, dtype=dtype, device=device)
             buffer.narrow(cut.dim, cut.num_rows, cut.buffer_rows - cut.num_rows).zero_()
@@ -385,6 +412,20 @@ def _sum_of(small: SmallParam, before: SmallGrad | None, grad: SmallGrad) -> Sma
     partial = partial.clone()
     dist.all_reduce(partial, group=small.tp.mesh.get_group())
     return done + partial, False
+
+
+def _room_in_grad(param: nn.Parameter) -> tuple[torch.Tensor | None, bool]:
+    """(local gradient that a kernel can write to, whether it has to add to it); None where it has another kind of memory
+    than the kernel serves."""
+    grad = param.grad
+    if grad is None:
+        if param.dtype not in SUMMED_DTYPES:
+            return None, False
+        local = torch.empty_like(param._local_tensor, memory_format=torch.contiguous_format)
+        param.grad = new_dtensor(local, param._spec)
+        return local, False
+    local = grad._local_tensor
+    return (local, True) if local.dtype in SUMMED_DTYPES and local.is_contiguous() else (None, False)
 
 
 def wants_gradient_returned(param: nn.Parameter) -> bool:

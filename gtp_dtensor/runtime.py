@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .config import GTPConfig
 from .domain import Domain
@@ -24,6 +23,7 @@ from .quantized import FiniteCheck, refresh_quantized
 from .reduce import Reducer
 from .schedule import IN_BACKWARD, Kind, Schedule, Use, block_distance, is_out_of_reach
 from .small import SmallParam
+from .steps import watch_optimizers
 from .weight import Lease, ShardedWeight
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class RuntimeCounters:
     num_mispredictions: int = 0
     num_small_reductions: int = 0
     num_refreshes: int = 0
+    num_fences: int = 0
     live_lease_bytes: int = 0
     peak_lease_bytes: int = 0
 
@@ -86,7 +87,7 @@ class Runtime:
         self._has_optimizer = False  # an optimizer stepped on our weights
         self._mispredictions_pruned = 0
         self._backwards: dict[int, weakref.ref[_BackwardEnd]] = {}
-        self._watch_optimizers()
+        watch_optimizers(self)
 
     def __deepcopy__(self, memo: dict) -> Runtime:
         copied = Runtime(self.domain, self.config, self.num_data_ranks)
@@ -348,18 +349,21 @@ class Runtime:
 
     def refresh_copies(self) -> None:
         """Rewrite every compute shard that is out of date: all in one foreach copy; where parameters are cut over
-        replicas, then a gather for each over that axis, awaited when the weight is used."""
+        replicas, then a gather for each over that axis, awaited when the weight is used (with symmetric memory: here)."""
         with plain_ops():
             stale = [weight for weight in self.live_weights() if weight.compute_shard is None]
-            quantized = [weight for weight in stale if weight.quantized is not None]
-            if quantized:
-                refresh_quantized(quantized)
-            pairs = [pair for pair in (weight.refresh() for weight in stale) if pair is not None]
-            if pairs:
-                torch._foreach_copy_([dst for dst, _ in pairs], [src for _, src in pairs])
-            if self.domain.shard_transport is not None:
-                for weight in stale:
-                    weight.collect_pieces()
+            num_fences = self.transport.num_fences
+            with self.transport.rewriting(stale):
+                quantized = [weight for weight in stale if weight.quantized is not None]
+                if quantized:
+                    refresh_quantized(quantized)
+                pairs = [pair for pair in (weight.refresh() for weight in stale) if pair is not None]
+                if pairs:
+                    torch._foreach_copy_([dst for dst, _ in pairs], [src for _, src in pairs])
+                if self.domain.shard_transport is not None:
+                    for weight in stale:
+                        weight.collect_pieces()
+            self.counters.num_fences += self.transport.num_fences - num_fences
             self.counters.num_refreshes += sum(weight.is_copied for weight in stale)
 
     # ---- looking ahead
@@ -448,31 +452,13 @@ class Runtime:
 
     # ---- optimizers
 
-    def _watch_optimizers(self) -> None:
-        """Optimizer steps are the signal that shards change. torch keeps these hooks; they hold us weakly."""
-        this = weakref.ref(self)
-
-        def before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-            runtime = this()
-            if runtime is not None:
-                _refuse_replaced_params(optimizer)
-                # Another model's step, which may be other ranks' too, must not bring out what is kept back here.
-                if runtime.reducer.num_pending and not in_backward() and runtime._is_stepped_by(optimizer):
-                    runtime.finalize()
-
-        def after(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-            runtime = this()
-            if runtime is not None:
-                runtime._note_step(optimizer)
-
-        for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
-            weakref.finalize(self, handle.remove)
-
-    def _is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
+    def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether ``optimizer`` has parameters of ours."""
         mine = {id(member.param) for member in (*self.live_weights(), *self.live_smalls())}
         return any(id(param) in mine for group in optimizer.param_groups for param in group["params"])
 
-    def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has stepped."""
         by_id = {id(weight.param): weight for weight in self.live_weights()}
         stepped = [by_id[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in by_id]
         if not stepped:
@@ -486,17 +472,3 @@ class Runtime:
                 weight.mark_changed()
         self._has_optimizer = True
         self.schedule.mark_step()
-
-
-SUCCESSOR = "_gtp_successor"  # left on a parameter that GTPStyle replaced: a weak reference to its member
-
-
-def _refuse_replaced_params(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            member = getattr(param, SUCCESSOR, lambda: None)()
-            if member is not None:
-                raise RuntimeError(
-                    f"{member.fqn}: this optimizer was built before GTPStyle replaced the model's parameters and would "
-                    "train nothing; build it from model.parameters() afterwards"
-                )

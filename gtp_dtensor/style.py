@@ -27,8 +27,8 @@ from .layout import TPLayout, check_gtp_mesh, replica_axis, weight_layout
 from .members import STATE, ModuleState
 from .modules import Forward, explicit_forward, keeps_gathered, root_state, sharded_class
 from .plan import ModuleFilter, Plan, is_taken_by_experts
-from .runtime import SUCCESSOR
 from .small import SmallParam
+from .steps import SUCCESSOR
 from .weight import ShardedWeight
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,8 @@ class GTPStyle(ParallelStyle):
             if not is_on:
                 return module
         plan.check()
-        _Application(self, plan, domain_of(device_mesh, shard_mesh, replicate_mesh, self.is_expert)).run()
+        domain = domain_of(device_mesh, shard_mesh, replicate_mesh, self.is_expert, self.config.transport)
+        _Application(self, plan, domain).run()
         return module
 
     def __repr__(self) -> str:
@@ -304,7 +305,11 @@ class _Application:
             if self.plan.small_for_wire:
                 few = ", ".join(self.plan.small_for_wire)
                 logger.info("GTP: smaller than a block of their wire format, so they travel as they are: %s", few)
-            for line in idle_switches(self.style.config, self.domain, {w.reduce_dtype for w in weights}):
+            dtypes = {w.reduce_dtype for w in weights}
+            for line in (
+                *idle_switches(self.style.config, self.domain, dtypes),
+                *self.domain.transport.unserved(dtypes),
+            ):
                 logger.info("GTP: %s", line)
             for mesh in self.expert_storages:
                 if mesh.size() != self.storage.size():

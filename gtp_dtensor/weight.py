@@ -219,6 +219,7 @@ class ShardedWeight:
         self._piece: torch.Tensor | None = None  # what this replica contributes to it
         self._pieces: Transfer | None = None  # a gather of all replicas' pieces, in flight
         self._copy: torch.Tensor | None = None  # memory of the compute shard, where it is not the shard itself
+        self._is_placed = False  # the transport chose that memory
         # What this rank sends, (cut.padded, ...) in compute dtype: the shard, or its copy; None while it is out of
         # date.
         self.compute_shard: torch.Tensor | None = None
@@ -327,6 +328,19 @@ class ShardedWeight:
         """Whether the compute shard is not the parameter's own memory."""
         return self._copy is not None or self.quantized is not None
 
+    def sent_tensors(self) -> dict[tuple, tuple[torch.Size, torch.dtype]]:
+        """What peers read of this rank, by keys of :meth:`live_in`."""
+        if self.quantized is not None:
+            return self.quantized.sent_tensors()
+        return {(): (self.send_shape, self.compute_dtype)}
+
+    def live_in(self, tensors: dict[tuple, torch.Tensor]) -> None:
+        """From now on, compute shards are made in these zeros (see :meth:`sent_tensors`), which peers can reach."""
+        if self.quantized is not None:
+            self.quantized.live_in(tensors)
+        else:
+            self._copy, self._is_placed = tensors[()], True
+
     def refresh(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Set :attr:`compute_shard`. Returns the (destination, source) that the caller has to copy, or None where
         nothing has to be; :meth:`collect_pieces` follows."""
@@ -336,10 +350,11 @@ class ShardedWeight:
             return None
         dtype = self.compute_dtype
         is_whole = self.replica_cut is None
-        if is_whole and local.dtype == dtype and local.shape == self.send_shape and local.is_contiguous():
+        fits = is_whole and local.dtype == dtype and local.shape == self.send_shape and local.is_contiguous()
+        if fits and not self._is_placed:  # else peers may still read it while an optimizer writes
             self.compute_shard, self._copy = local, None
             return None
-        self._await_pieces()
+        self.await_pieces()
         if self._copy is None or self._copy.device != local.device or self._copy.dtype != dtype:
             self._copy = torch.zeros(self.send_shape, dtype=dtype, device=local.device)
         self.compute_shard = self._copy
@@ -370,7 +385,7 @@ class ShardedWeight:
         with own_ops(self.fqn, "refresh gather"):
             self._pieces = self.runtime.domain.shard_transport.all_gather(rows, piece, cut.dim)
 
-    def _await_pieces(self) -> None:
+    def await_pieces(self) -> None:
         """The compute shard is complete when what the current stream does next begins."""
         if self._pieces is None:
             return
@@ -389,7 +404,7 @@ class ShardedWeight:
         if self.quantized is not None:
             stored = self.quantized.source
         elif self.compute_shard is self._copy:
-            self._await_pieces()
+            self.await_pieces()
             stored, cut = self._shard_rows(), self.replica_cut
             if cut is not None:
                 stored = stored.narrow(cut.dim, *cut.rows_of(self.runtime.domain.shard_transport.rank))
@@ -408,7 +423,7 @@ class ShardedWeight:
         if self.quantized is not None:
             return self._gather_quantized(kind, prefetched)
         with own_ops(self.fqn, "gather", kind):
-            self._await_pieces()
+            self.await_pieces()
             shard, transport = self.compute_shard, self.runtime.transport
             if transport.size == 1:
                 buffer, transfer = shard, Transfer.done()

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from fake_peers import use_fake_peers
 from shared_gpu import share_gpu
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -104,6 +105,7 @@ def build(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: t
             param_dtype=torch.bfloat16,
             reduce_dtype=torch.float32,
             look_ahead=args.look_ahead,
+            transport=args.transport,
             calculate_per_token_loss=True,
         )
         parallelize_module(model, mesh, GTPStyle(config), src_data_rank=None)
@@ -318,6 +320,10 @@ def start(args: argparse.Namespace) -> torch.device:
         # torch's fake group handles a buffer as one tensor a rank, 64 views and copies that a real group does not make.
         dist.ProcessGroup._allgather_base = lambda group, output, input, *options: group.barrier()
         dist.ProcessGroup._reduce_scatter_base = lambda group, output, input, *options: group.barrier()
+        if args.transport == "symmetric":
+            if not on_gpu:
+                raise SystemExit("bench.py: --mode fake --transport symmetric needs a GPU; torch finds none")
+            use_fake_peers()
     else:
         dist.init_process_group("nccl" if on_gpu else "gloo")
     return device
@@ -327,6 +333,7 @@ def add_model_options(parser: argparse.ArgumentParser, **sizes: int) -> None:
     """What ``build`` reads, with these defaults."""
     for name, default in {"layers": 12, **sizes, "look_ahead": 1}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--transport", choices=("auto", "collective", "symmetric"), default="auto", help="of gtp")
 
 
 def add_contestants_option(parser: argparse.ArgumentParser, default: Sequence[str], more: Sequence[str] = ()) -> None:

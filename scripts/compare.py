@@ -168,10 +168,12 @@ class Run:
     Attributes:
         records: a dict a step with "step", "loss" and "grad_norm".
         gradients_folder: of the files with the whole gradients of step 1.
+        gathers: what the last step gathered, in words; empty where GTP was off.
     """
 
     records: list[dict]
     gradients_folder: Path
+    gathers: str
 
 
 class Comparison:
@@ -301,7 +303,8 @@ class Comparison:
             records = [json.loads(line) for line in file]
         if [record["step"] for record in records] != list(range(1, self.args.steps + 1)):
             raise UsageError(f"the run of {arrangement.name!r} recorded {len(records)} of {self.args.steps} steps")
-        return Run(records, gradients_folder)
+        log = (dump_folder / "log.txt").read_text(errors="replace")
+        return Run(records, gradients_folder, log.partition("GTP gathers of the last step: ")[2].partition("\n")[0])
 
 
 def relative_difference(values: list[dict], reference: list[dict], key: str) -> float:

@@ -66,8 +66,8 @@ def parse_within(texts: list[str] | None, labels: list[str]) -> dict[str, float]
     return within
 
 
-def train(comparison: Comparison, number: int, run: Run) -> dict[str, list[float]]:
-    """What one run recorded of every step: "loss", "seconds" and "peak_memory_bytes" of its first rank."""
+def train(comparison: Comparison, number: int, run: Run) -> dict[str, list[float] | str]:
+    """What one run recorded of every step: "loss", "seconds" and "peak_memory_bytes" of its first rank; and "gathers"."""
     options = list(comparison.titan_options)
     before = comparison.toml.get("debug", {})
     comparison.titan_options = [*options, *run.options]
@@ -75,13 +75,14 @@ def train(comparison: Comparison, number: int, run: Run) -> dict[str, list[float
         comparison.toml["debug"] = {**before, "seed": run.seed}
         comparison.titan_options.append(f"--training.data_seed={run.seed}")
     try:
-        records = comparison.run(number, run.arrangement).records
-        return {key: [record[key] for record in records] for key in ("loss", "seconds", "peak_memory_bytes")}
+        result = comparison.run(number, run.arrangement)
+        keys = ("loss", "seconds", "peak_memory_bytes")
+        return {key: [record[key] for record in result.records] for key in keys} | {"gathers": result.gathers}
     finally:
         comparison.toml["debug"], comparison.titan_options = before, options
 
 
-def plot(curves: dict[str, dict[str, list[float]]], path: Path, title: str) -> None:
+def plot(curves: dict[str, dict[str, list[float] | str]], path: Path, title: str) -> None:
     """All curves, each a running mean over 10 steps."""
     import matplotlib
 
@@ -99,7 +100,7 @@ def plot(curves: dict[str, dict[str, list[float]]], path: Path, title: str) -> N
     figure.savefig(path, dpi=120)
 
 
-def report(curves: dict[str, dict[str, list[float]]], runs: list[Run], within: dict[str, float] | None) -> bool:
+def report(curves: dict[str, dict[str, list[float] | str]], runs: list[Run], within: dict[str, float] | None) -> bool:
     """Print the final losses; whether those of equal seeds lie ``within``, or else within the spread of the seeds."""
     final = {name: statistics.fmean(records["loss"][-NUM_FINAL:]) for name, records in curves.items()}
     first = next(iter(final.values()))
@@ -156,7 +157,9 @@ def main() -> int:
                 text = " ".join([run.arrangement.name, str(run.seed), *run.options])
                 known[text] = curves[name] = known.get(text) or train(comparison, number, run)
                 losses = curves[name]["loss"]
-                print(f"{name}: loss {losses[0]:.4f} to {losses[-1]:.4f}", flush=True)
+                print(
+                    f"{name}: loss {losses[0]:.4f} to {losses[-1]:.4f}; gathers: {curves[name]['gathers']}", flush=True
+                )
                 kept.write_text(json.dumps({"settings": settings, "curves": known}))
         plot(curves, own.png, f"{args.toml.name}, {args.dtype}, {comparison.optimizer}")
         return 0 if report(curves, runs, within) else 1

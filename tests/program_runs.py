@@ -246,8 +246,10 @@ class ShardedRun(Run):
             self.trace.faults.append(f"{num_pending} reductions are pending after a backward")
 
     def after_abort(self) -> None:
-        """How many uses an aborted backward made cannot be told from here."""
+        """How many uses an aborted backward made cannot be told from here; what is kept back, zero_grad does not reach."""
         self._aborted_at = sum(self._uses.values())
+        if self.program.syncs_last_only:
+            finalize_grads(self.model)
 
     def before_microbatch(self, is_last: bool) -> None:
         """Decide what its backward does with the replicas."""

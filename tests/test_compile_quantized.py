@@ -36,11 +36,11 @@ class FeedForward(nn.Module):
 class Net(nn.Module):
     """Blocks of quantized linears, and a head that is none."""
 
-    def __init__(self, kind, checkpoints=False):
+    def __init__(self, kind, checkpoints=False, emulate=True):
         super().__init__()
         self.layers = nn.ModuleList(FeedForward() for _ in range(2))
         self.head = nn.Linear(64, 16)
-        convert(self.layers, kind)
+        convert(self.layers, kind, emulate)
         if checkpoints:
             for name, layer in self.layers.named_children():
                 self.layers.register_module(name, checkpoint_wrapper(layer))
@@ -51,7 +51,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def convert(layers, kind):
+def convert(layers, kind, emulate):
     if kind == "mx":
         from gtp_dtensor.wire.mx_linear import convert_to_mx_training
 
@@ -60,7 +60,7 @@ def convert(layers, kind):
     from torchao.float8 import convert_to_float8_training
     from torchao.float8.config import Float8LinearConfig
 
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(kind), emulate=True)
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(kind), emulate=emulate)
     convert_to_float8_training(layers, config=config)
 
 
@@ -73,23 +73,29 @@ def rtol_of(backend):
     return 0.0 if backend == "aot_eager" else 3e-2
 
 
-def expect_twins(pair, backend, rank, world_size):
+def expect_twins(pair, backend, rank, world_size, device="cpu"):
     """Both train alike; one graph for each kind of block: the first one's input needs no gradient."""
     assert all(sharded_weight(layer.up).wire is not None for layer in pair[0].layers.children())
     compile_blocks(pair[1], backend)
     rtol = rtol_of(backend)
-    eager, compiled = train_twins(pair, batch, rank, world_size, num_microbatches=2, optimizer="sgd", rtol=rtol)
+    eager, compiled = train_twins(
+        pair, lambda step: batch(step).to(device), rank, world_size, num_microbatches=2, optimizer="sgd", rtol=rtol
+    )
     assert eager == compiled and eager.num_quantizations > 0 and eager.num_backward_gathers > 0
     assert num_compilations() == 2
 
 
-@ranks(2, timeout=300, group_timeout=200)
+@ranks(2, timeout=300, group_timeout=200, device=("cpu", "cuda"))
 @backends
 @pytest.mark.parametrize("kind", ["mx", "tensorwise", slow("rowwise"), slow("rowwise_with_gw_hp")])
-def test_trains_as_eager(mesh, rank, world_size, kind, backend):
+def test_trains_as_eager(mesh, rank, world_size, device, kind, backend):
+    """On a GPU with its float8 GEMMs."""
     fresh()
-    pair = twins(lambda: Net(kind), lambda model: parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30)))
-    expect_twins(pair, backend, rank, world_size)
+    pair = twins(
+        lambda: Net(kind, emulate=device.type == "cpu").to(device),
+        lambda model: parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30)),
+    )
+    expect_twins(pair, backend, rank, world_size, device)
 
 
 @ranks(4, timeout=300, group_timeout=200)

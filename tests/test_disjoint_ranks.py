@@ -43,8 +43,8 @@ GRIDS = {  # of the language model's six ranks
 }
 
 RUNS = [  # (grid, optimizer)
-    ("gtp6", "adam"),
     ("gtp3_tp2", "sgd"),
+    pytest.param("gtp6", "adam", marks=pytest.mark.slow),
     pytest.param("gtp6", "sgd", marks=pytest.mark.slow),
     pytest.param("gtp3_tp2", "adam", marks=pytest.mark.slow),
     *(

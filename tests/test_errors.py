@@ -136,12 +136,6 @@ def test_configuration(options, message):
         GTPConfig(**options)
 
 
-@pytest.mark.parametrize("options", [{"transport": "symmetric"}])
-def test_what_is_not_served_yet_says_so(options):
-    with pytest.raises(NotImplementedError, match="not served by this release"):
-        GTPConfig(**options)
-
-
 def test_style_arguments():
     with pytest.raises(TypeError, match="must be a GTPConfig, got dict"):
         GTPStyle({"look_ahead": 1})

@@ -28,18 +28,18 @@ def options_of(case):
     return {"floor": {"mode": ScaleCalculationMode.FLOOR}, "hp": {"wgrad_with_hp": True}}.get(case, {})
 
 
-@ranks(4)
+@ranks(4, device=("cpu", "cuda"), timeout=120, group_timeout=60)
 @pytest.mark.parametrize(
     "case, checkpoints", [("rceil", False), slow("floor", True), slow("hp", False), slow("rceil", True)]
 )
-def test_trains_as_unsharded(rank, world_size, case, checkpoints):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dps", "gtp"))
-    model, reference = build_pair(lambda: Net(checkpoints, **options_of(case)))
+def test_trains_as_unsharded(rank, world_size, device, case, checkpoints):
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dps", "gtp"))
+    model, reference = build_pair(lambda: Net(checkpoints, **options_of(case)).to(device))
     parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30, **replica_options(mesh)))
     assert [sharded_weight(layer).wire_name for layer in (*model.layers, model.output)] == ["mxfp8"] * 3 + ["fp32"]
     train(model, reference, 4, rank)
     reset_stats(model)
-    mean_square(model(torch.randn(32, 64))).backward()
+    mean_square(model(torch.randn(32, 64, device=device))).backward()
     # Ranks send whole blocks of rows: 96 and 160 rows are 2 x 64 and 2 x 96 then.
     sent = [128 * 64, 192 * 96, 64 * 160]
     forward, backward = sum(sent) * 33 // 32, sum(sent[1:]) * 33 // 32

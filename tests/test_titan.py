@@ -136,7 +136,7 @@ def test_replicas_beside_gtp_change_nothing(cache, titan_jobs, tmp_path, num_ran
 @pytest.mark.parametrize(
     "num_ranks, options",
     [
-        (4, INTERLEAVED),
+        slow(4, INTERLEAVED),
         slow(4, ["--parallelism.pipeline_parallel_degree=2"]),
         slow(4, [*ZERO_BUBBLE, "InterleavedZeroBubble"]),
         slow(4, [*ZERO_BUBBLE, "ZBVZeroBubble"]),
@@ -258,6 +258,7 @@ def test_off_is_torchtitan_bit_for_bit(cache, tmp_path):
             assert torch.equal(value, stock["optimizer"][name]), name
 
 
+@pytest.mark.slow
 def test_a_dead_rank_takes_the_others_down(cache, tmp_path):
     _, common = cache
     killer = tmp_path / "killer.py"

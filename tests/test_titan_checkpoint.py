@@ -100,7 +100,7 @@ DEEPSEEK = {"config": MOE_TOML}
 @pytest.mark.parametrize(
     "mode, source, config",
     [
-        ("async", "gtp2", {}),
+        slow("async", "gtp2", {}),
         slow("disabled", "tp2gtp2", {}),
         slow("async", "pp2gtp2", {}),
         slow("async", "ep2egtp2gtp4", DEEPSEEK),

@@ -167,7 +167,7 @@ RECOMPUTE, BACKWARD = "num_recompute_gathers", "num_backward_gathers"
 @pytest.mark.parametrize(
     "num_ranks, model, axes, options, num_recomputed, code",
     [
-        pytest.param(
+        slow(
             2, DEEPSEEK, {"gtp": 2, "ep": 2}, BY_OPERATOR, (108, 92),
             {CHECKPOINTED: 1, BLOCK: 1, NORM: 1, PARTS: 3, LOSS: 1}, id="deepseek_v3_op",
         ),

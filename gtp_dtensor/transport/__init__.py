@@ -1,5 +1,7 @@
 """How bytes move between the ranks of a gtp axis."""
 
+from .choice import choose_transport
 from .collective import CollectiveTransport, Transfer
+from .symmetric import SUMMED_DTYPES, Ticket
 
-__all__ = ["CollectiveTransport", "Transfer"]
+__all__ = ["SUMMED_DTYPES", "CollectiveTransport", "Ticket", "Transfer", "choose_transport"]

@@ -15,6 +15,8 @@ time than everything else a use of a weight does.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from ..layout import RowCut
+    from ..weight import ShardedWeight
 
 # torch 2.13 has both names of each; the first one is all that torch 2.11 has.
 _GATHER = "_allgather_base" if hasattr(dist.ProcessGroup, "_allgather_base") else "all_gather_single"
@@ -107,7 +110,14 @@ class CollectiveTransport:
     gather would queue behind a reduction, and the reverse. With NCCL both have high priority, so that a gather gets its
     few SMs while a GEMM runs; the mesh's own group is then left to others. ``gathers=False``: one, for reductions, with
     the gathers that are part of them.
+
+    Attributes:
+        num_fences: around rewritten compute shards, so far.
+        num_bytes: of memory that peers reach, beyond what torch's caching allocator knows.
     """
+
+    num_fences = 0
+    num_bytes = 0
 
     def __init__(self, mesh_group: dist.ProcessGroup, device: torch.device, name: str, gathers: bool = True) -> None:
         self.device = device
@@ -123,6 +133,18 @@ class CollectiveTransport:
 
     def _home(self) -> tuple | None:
         return None if self._device_index is None else current_stream(self._device_index)
+
+    def rewriting(self, weights: Sequence[ShardedWeight]) -> contextlib.AbstractContextManager:
+        """Around the rewriting of these weights' compute shards, which nobody reads but in collectives."""
+        return contextlib.nullcontext()
+
+    def pushes(self, dtype: torch.dtype) -> bool:
+        """Whether gradients that travel in ``dtype`` are reduced through memory of the peers."""
+        return False
+
+    def unserved(self, dtypes: set[torch.dtype]) -> list[str]:
+        """One line for what this transport leaves to collectives, of gradients in ``dtypes``."""
+        return []
 
     def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, dim: int = 0) -> Transfer:
         """Start filling ``buffer`` from every rank's ``shard``, which has 1/size of its rows along ``dim``, in rank

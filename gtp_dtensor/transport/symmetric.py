@@ -1,0 +1,409 @@
+"""Gathers and reductions through memory that all ranks of an axis have mapped, moved by copy engines.
+
+[Note: gathers and fences]
+    Compute shards live in shared memory. A gather is a copy from each peer's, on a stream of its own: no kernel, no
+    handshake. Shards change once a step, and two fences go around that: before the first one all ranks have finished
+    reading what is about to be rewritten; after the second one all have rewritten. A fence is one signal to each peer
+    and one wait for each, on streams; the host never waits.
+
+[Note: reductions]
+    A rank writes each peer's rows of its unsharded gradient into that peer's inbox, and sums what arrives in its own
+    with its own rows, which are read where they lie: in float32, in rank order, scaled, into the gradient itself. An
+    inbox is a ring of slots. A sender waits until the slot it is about to fill was summed, a receiver until it was
+    filled.
+
+[Note: why this cannot lock up]
+    All ranks enqueue the same operations in the same order, and the signal that a wait is for is enqueued at the same
+    or an earlier place in that order, before the wait. So the rank that is farthest behind can always go on, even where
+    all streams of a device share one hardware queue. It rests on all ranks running the same program: a rank that alone
+    rewrites its shards waits for the others until the watchdog ends it.
+
+Signals are words of shared memory, 0 or 1: one side waits for a value and sets the other one, in eager code and under
+capture alike. The streams of one rank are ordered by events, never by words only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .collective import CollectiveTransport, group_timeout
+from .fabric import Address, Fabric, Lane, Shared, Sum
+from .inbox import Inbox, Piece, Slot, pieces_of, place_at
+from .watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from ..weight import ShardedWeight
+
+_ALIGNMENT = 512  # bytes
+_CONTROL_BYTES = 64 << 10
+_MOST_SLOTS = 64
+_MOST_SLOT_BYTES = 256 << 20  # larger gradients travel in pieces
+SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class PeerReads:
+    """A gather in flight; the protocol of :class:`~.collective.Transfer`. Its events are used again."""
+
+    __slots__ = ("_transport", "_ready", "_home", "_is_done", "tensors")
+
+    def __init__(self, transport: SymmetricTransport, ready: Any, home: Lane, tensors: tuple) -> None:
+        self._transport = transport
+        self._ready = ready
+        self._home = home
+        self._is_done = False
+        self.tensors = tensors
+
+    def wait(self) -> None:
+        """Order what the current stream does next after the gather."""
+        fabric = self._transport.fabric
+        fabric.wait(fabric.current(), self._ready)
+        self._is_done = True
+
+    def release(self) -> None:
+        """Its readers are enqueued on the current stream: the memory may be reused by what the stream that it was
+        allocated on does next."""
+        if self._ready is None:
+            return
+        if not self._is_done:
+            self.wait()
+        transport, ready, self._ready = self._transport, self._ready, None
+        fabric = transport.fabric
+        now = fabric.current()
+        if now != self._home:
+            fabric.wait(self._home, ready)
+            fabric.record(ready, now)  # its waits are enqueued: it is free for this
+            fabric.wait(self._home, ready)
+        self.tensors = ()
+        transport.free_events.append(ready)
+
+    def __del__(self) -> None:
+        if self._ready is not None and not self._is_done:
+            self._transport.fabric.wait(self._home, self._ready)
+
+
+class Ticket:
+    """A reduction in flight."""
+
+    __slots__ = ("_transport", "_done")
+
+    def __init__(self, transport: SymmetricTransport, done: Any) -> None:
+        self._transport = transport
+        self._done = done
+
+    def wait(self) -> None:
+        """Order the current stream after the sum, and after all that read the gradient."""
+        if self._done is not None:
+            fabric = self._transport.fabric
+            fabric.wait(fabric.current(), self._done)
+
+    def release(self) -> None:
+        """:meth:`wait`, for the last time."""
+        self.wait()
+        if self._done is not None:
+            self._transport.free_events.append(self._done)
+            self._done = None
+
+    def __del__(self) -> None:
+        self.wait()  # before the memory that it reads and writes is used for something else
+
+
+class Take:
+    """Waits for words of all peers, as the watchdog knows it."""
+
+    def __init__(self, transport: SymmetricTransport, kind: int, words: list[Address], value: int, what: str) -> None:
+        self.words, self.value, self.what = words, value, what
+        self._kind, self._expect = kind, transport.watchdog.expect
+        self._run = transport.fabric.taker(words, value, kind)
+
+    def __call__(self, lane: Lane, detail: str = "") -> None:
+        self._run(lane, self._expect(self._kind, self, detail))
+
+
+_READING, _REWRITING, _ROOM, _PARTS = range(4)  # kinds of waits, each in the order of one stream
+
+
+class SymmetricTransport(CollectiveTransport):
+    """The gtp axis of one NVLink domain. What is small or rare (whole parameters' gradients, largest values, rows that
+    move before a quantization, debug checks) stays a collective.
+
+    Args:
+        fabric: of this rank's device.
+        axis: name of the mesh axis, for messages.
+    """
+
+    def __init__(
+        self, mesh_group: dist.ProcessGroup, device: torch.device, name: str, fabric: Fabric, axis: str = "gtp"
+    ) -> None:
+        super().__init__(mesh_group, device, name, gathers=False)
+        self.fabric = fabric
+        self.axis = axis
+        self._memory: weakref.WeakKeyDictionary[Shared, int] = weakref.WeakKeyDictionary()  # its bytes
+        self.num_events_created = 0
+        self.free_events: list = []
+        # Each rank begins with the one after it, so that nobody is read by all at once. Its own rows come last.
+        self._peers = [(self.rank + 1 + place) % self.size for place in range(self.size - 1)]
+        self._control = self._share(_CONTROL_BYTES)
+        self.watchdog = Watchdog(fabric, self._timeout_seconds, self._describe)
+        self._issued = self._new_event()
+        self._say_read, self._take_read = self._signals(0, 1, _READING, "until all have read their compute shards")
+        self._say_written, self._take_written = self._signals(1, 1, _REWRITING, "for rewritten compute shards")
+        self._shared: dict[Address, tuple[Shared, int]] = {}  # where a tensor begins: its memory, and place in it
+        self._placed: weakref.WeakKeyDictionary[ShardedWeight, tuple] = weakref.WeakKeyDictionary()
+        self._inbox: Inbox | None = None
+        self._pieces: weakref.WeakKeyDictionary[ShardedWeight, tuple[int, list[Piece]]] = weakref.WeakKeyDictionary()
+
+    @property
+    def num_bytes(self) -> int:
+        """See :class:`CollectiveTransport`."""
+        return sum(self._memory.values())
+
+    def _share(self, num_bytes: int) -> Shared:
+        shared = self.fabric.share(self.mesh_group, num_bytes)
+        self._memory[shared] = num_bytes
+        return shared
+
+    def _new_event(self) -> Any:
+        self.num_events_created += 1
+        return self.fabric.new_event()
+
+    def _event(self) -> Any:
+        return self.free_events.pop() if self.free_events else self._new_event()
+
+    # ---- signals
+
+    def _word(self, owner: int, table: int, peer: int) -> Address:
+        """A word in ``owner``'s memory that is about ``peer``."""
+        return self._control.ptrs[owner] + 4 * (table * self.size + peer)
+
+    def _signals(self, table: int, value: int, kind: int, what: str) -> tuple[Callable[[Lane], None], Take]:
+        """(write ``value`` to all peers' words about us, wait for it in our words about them)."""
+        say = self.fabric.writer([self._word(peer, table, self.rank) for peer in self._peers], value)
+        return say, Take(self, kind, [self._word(self.rank, table, peer) for peer in self._peers], value, what)
+
+    def _timeout_seconds(self) -> float | None:
+        timeout = group_timeout(self.mesh_group, self.device)
+        return None if timeout is None else timeout.total_seconds()
+
+    def _describe(self, take: Take, detail: str, seconds: float) -> str:
+        values = self.fabric.read(take.words)
+        peers = self._peers if values is None else [p for p, v in zip(self._peers, values) if v != take.value]
+        ranks = dist.get_process_group_ranks(self.mesh_group)
+        missing = ", ".join(str(ranks[peer]) for peer in peers)
+        return (
+            f"GTP: mesh axis '{self.axis}' of size {self.size}, rank {ranks[self.rank]}: waited {seconds:.0f} s, the "
+            f"time-out of the process group, {take.what}{detail and ' of '}{detail}; no signal came from rank(s) "
+            f"{missing}: they died, are late, or run another program (parameters written or refreshed on some ranks only)"
+        )
+
+    # ---- gathers
+
+    @contextlib.contextmanager
+    def rewriting(self, weights: Sequence[ShardedWeight]) -> Iterator[None]:
+        """Around the rewriting of these weights' compute shards, on the current stream: the two fences of
+        [Note: gathers and fences]. Gives memory to those that have none; collective then."""
+        if not weights:
+            yield
+            return
+        self._place(weights)
+        self._before_rewrite()
+        try:
+            yield
+        finally:
+            for weight in weights:
+                weight.await_pieces()
+            self._after_rewrite()
+
+    def _before_rewrite(self) -> None:
+        """What the current stream does next comes after all gathers, everybody's, that were issued before."""
+        fabric = self.fabric
+        now = fabric.current()
+        self._say_read(fabric.copying)
+        fabric.record(self._issued, fabric.copying)  # the copies of our own rows
+        fabric.wait(now, self._issued)
+        self._take_read(now)
+        self.num_fences += 1
+
+    def _after_rewrite(self) -> None:
+        """Gathers issued from now on come after everybody's rewriting."""
+        fabric = self.fabric
+        now = fabric.current()
+        self._say_written(now)
+        fabric.record(self._issued, now)
+        fabric.wait(fabric.copying, self._issued)
+        self._take_written(fabric.copying)
+        self.num_fences += 1
+
+    def _place(self, weights: Sequence[ShardedWeight]) -> None:
+        new, end = [], 0
+        for weight in weights:
+            device = weight.param._local_tensor.device
+            if device != self.device:
+                raise RuntimeError(
+                    f"{weight.fqn}: the parameter is on {device}; on mesh axis '{self.axis}' of size {self.size} with "
+                    f"symmetric memory it has to stay on {self.device}, or use GTPConfig(transport='collective')"
+                )
+            sent = weight.sent_tensors()
+            if self._placed.get(weight, (None,))[0] == sent:
+                continue
+            places = {}
+            for key, (shape, dtype) in sent.items():
+                places[key] = end, shape, dtype
+                end += -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            new.append((weight, sent, places))
+        if not new:
+            return
+        shared = self._share(end)
+        for weight, sent, places in new:
+            if weight in self._placed:
+                self._placed[weight][1]()  # its memory of before
+            tensors = {key: _view(shared.tensor, *place) for key, place in places.items()}
+            weight.live_in(tensors)
+            addresses = []
+            for key, tensor in tensors.items():
+                addresses.append(tensor.data_ptr())
+                self._shared[addresses[-1]] = shared, places[key][0]
+            forget = weakref.finalize(weight, _forget, self._shared, addresses)
+            forget.atexit = False
+            self._placed[weight] = sent, forget
+
+    def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, dim: int = 0) -> PeerReads:
+        """See :meth:`CollectiveTransport.all_gather`. ``shard`` begins where a tensor that peers read does."""
+        return self._gather((buffer,), (shard,), dim)
+
+    def all_gather_parts(
+        self, buffers: tuple[torch.Tensor, ...], parts: tuple[torch.Tensor, ...], dim: int
+    ) -> PeerReads:
+        """:meth:`all_gather` of several tensors."""
+        return self._gather(buffers, parts, dim)
+
+    def _gather(self, buffers: tuple[torch.Tensor, ...], parts: tuple[torch.Tensor, ...], dim: int) -> PeerReads:
+        fabric, lane = self.fabric, self.fabric.copying
+        home = fabric.current()
+        ready = self._event()
+        fabric.record(self._issued, home)  # former readers of the buffers
+        fabric.wait(lane, self._issued)
+        for buffer, part in zip(buffers, parts):
+            shared, offset = self._shared[part.data_ptr()]
+            to, num_runs = buffer.data_ptr(), math.prod(part.shape[:dim])
+            width = part.nbytes // num_runs
+            for rank in (*self._peers, self.rank):
+                source = shared.ptrs[rank] + offset
+                if num_runs == 1:
+                    fabric.copy(to + rank * width, source, width, lane)
+                else:
+                    fabric.copy_rows(to + rank * width, width * self.size, source, width, width, num_runs, lane)
+        fabric.record(ready, lane)
+        return PeerReads(self, ready, home, buffers)
+
+    # ---- reductions
+
+    def pushes(self, dtype: torch.dtype) -> bool:
+        """Whether gradients that travel in ``dtype`` are reduced by :meth:`reduce_rows`."""
+        return dtype in SUMMED_DTYPES
+
+    def unserved(self, dtypes: set[torch.dtype]) -> list[str]:
+        """See :meth:`CollectiveTransport.unserved`."""
+        others = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if not self.pushes(dtype)))
+        if not others:
+            return []
+        return [f"mesh axis '{self.axis}': gradients in {others} are reduced by collectives, not in symmetric memory"]
+
+    def reduce_rows(
+        self, weight: ShardedWeight, grad: torch.Tensor, out: torch.Tensor, scale: float, adds: bool
+    ) -> Ticket:
+        """Start summing the ranks' ``grad`` (TP-local shape, contiguous); this rank's rows, times ``scale``, are
+        written or (``adds``) added to ``out``: contiguous, see :class:`Sum`. ``grad`` and ``out`` must live until the
+        ticket is released."""
+        fabric = self.fabric
+        inbox = self._inbox
+        if inbox is None:
+            inbox = self._inbox = self._new_inbox(weight)
+        itemsize, pieces = self._pieces.get(weight, (0, []))
+        if itemsize != grad.itemsize:
+            itemsize = grad.itemsize
+            pieces = pieces_of(weight.cut, weight.tp_local_shape, self.size, inbox.part_bytes // itemsize)
+            self._pieces[weight] = itemsize, pieces
+        done, now = self._event(), fabric.current()
+        fabric.record(done, now)
+        fabric.wait(fabric.pushing, done)
+        fabric.wait(fabric.summing, done)
+        base = grad.data_ptr()
+        for piece in pieces:
+            slot = inbox.next_slot()
+            slot.take_room(fabric.pushing, weight.fqn)
+            for peer in self._peers:
+                start, width = piece.parts[peer]
+                if width and piece.num_runs == 1:
+                    fabric.copy(slot.at[peer], base + start * itemsize, width * itemsize, fabric.pushing)
+                elif width:
+                    width *= itemsize
+                    source, pitch = base + start * itemsize, piece.run_stride * itemsize
+                    fabric.copy_rows(slot.at[peer], width, source, pitch, width, piece.num_runs, fabric.pushing)
+            slot.tell(fabric.pushing)
+            slot.take_parts(fabric.summing, weight.fqn)
+            self._sum_piece(piece, slot, grad, out, scale, adds)
+            slot.give_room(fabric.summing)
+        fabric.record(done, fabric.pushing)
+        fabric.wait(fabric.summing, done)
+        fabric.record(done, fabric.summing)
+        return Ticket(self, done)
+
+    def _sum_piece(
+        self, piece: Piece, slot: Slot, grad: torch.Tensor, out: torch.Tensor, scale: float, adds: bool
+    ) -> None:
+        start, width = piece.parts[self.rank]
+        if not width:
+            return
+        job = Sum(
+            own=grad,
+            own_start=start,
+            run=width,
+            run_stride=piece.run_stride,
+            inbox=slot.memory.view(grad.dtype),
+            stride=self._inbox.part_bytes // grad.itemsize,
+            out=out,
+            out_start=piece.first_run * (out.numel() // piece.num_runs_in_all) + piece.first,
+            num=width * piece.num_runs,
+            size=self.size,
+            rank=self.rank,
+            scale=scale,
+            adds=adds,
+        )
+        self.fabric.sum(self.fabric.summing, job)
+
+    def _new_inbox(self, weight: ShardedWeight) -> Inbox:
+        """Slots for the largest of the model's gradients. Collective: all ranks reduce their first one."""
+        runtime = weight.runtime
+        others = [w for w in runtime.live_weights() if self.pushes(w.reduce_dtype)]
+        largest = max(w.send_shape.numel() * w.reduce_dtype.itemsize for w in others)
+        part_bytes = min(largest, _MOST_SLOT_BYTES // (self.size - 1))
+        part_bytes = -(-part_bytes // _ALIGNMENT) * _ALIGNMENT
+        num_slots = min(runtime.config.graph_wgrad_ring_size, _MOST_SLOTS)
+        slot_bytes = part_bytes * (self.size - 1)
+        shared = self._share(slot_bytes * num_slots)
+        slots = [self._new_slot(shared, number, slot_bytes, part_bytes) for number in range(num_slots)]
+        return Inbox(shared, slots, part_bytes)
+
+    def _new_slot(self, shared: Shared, number: int, slot_bytes: int, part_bytes: int) -> Slot:
+        tell, take_parts = self._signals(2 + 2 * number, 1, _PARTS, "for parts of the gradient")
+        # A word of 0: there is room at that peer. A sender sets its own, and the receiver clears it.
+        give_room, take_room = self._signals(3 + 2 * number, 0, _ROOM, "for room in inboxes, for the gradient")
+        start = number * slot_bytes
+        at = {p: shared.ptrs[p] + start + place_at(p, self.rank) * part_bytes for p in self._peers}
+        return Slot(shared.tensor[start : start + slot_bytes], at, take_room, tell, take_parts, give_room)
+
+
+def _view(memory: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return memory[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+def _forget(shared: dict[Address, tuple[Shared, int]], addresses: list[Address]) -> None:
+    for address in addresses:
+        shared.pop(address, None)
