@@ -18,6 +18,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from .layout import TPLayout, axis_name, tp_layout
 from .members import STATE, state_members
 from .steps import SUCCESSOR
+from .te_modules import refuse as refuse_te
 from .wire import WireFormat
 from .wires import GROUPED_GEMMS, choose_wires, is_te, te_room
 
@@ -187,7 +188,7 @@ class Plan:
 
     def _check_module(self, module: nn.Module, what: str) -> None:
         if is_te(type(module)):
-            te_room().refuse(module, what)
+            refuse_te(module, what)
         if STATE in module.__dict__:
             raise ValueError(
                 f"{what} was given to a GTPStyle before: apply one style to the root (its options modules= and "

@@ -1,21 +1,4 @@
-"""TransformerEngine's modules: what they read for a sharded weight, and how they are made ready for it.
-
-[Note: TransformerEngine's protocol]
-    TE (2.19 and later) lets a weight be a tensor with ``is_distributed_weight``, which its linears ask for what their GEMMs
-    read (``materialize_group_for_forward``, ``materialize_group_for_backward``), for the memory that the wgrad GEMM
-    writes (``grad_buffer``), and give the gradient to (``finalize_group_grads``). While a module's forward runs, its
-    instance ``__dict__`` holds such a *handle* for the weight, without memory, made for this use; TE saves it for
-    backward. The registered parameter stays the DTensor shard.
-
-    Handle -> graph node ``_Attach`` -> the parameter's own node: so engine edges, ``autograd.grad`` and hooks mean what they
-    mean for any parameter. What ``finalize_group_grads`` reduces reaches autograd through ``_Attach``, where wanted.
-
-[Note: what TE leaves to us]
-    No call says that reading is over: a forward's lease ends with the module's forward, a backward's with
-    ``finalize_group_grads``, or with its use. TE keeps the gathered tensor objects beyond (LayerNormLinear on its ctx), so
-    they are emptied, not dropped.
-    A weight that arrives in high precision is quantized by TE in a forward, but not in every backward: there we do it, with
-    the quantizer, and for delayed scaling the scale, of the forward.
+"""TransformerEngine's modules under GTP: how they are made ready, and their forward; see te_weight.py for what they read.
 
 The experts of a GroupedLinear are one parameter, ``weight`` (experts, out, in), in place of ``weight0`` ...: one gather and
 one reduction. It is what TE calls such a parameter itself, and finds in a state dict.
@@ -27,121 +10,39 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.autograd.function import FunctionCtx
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from .functional import (
-    Edge,
-    edge_to,
-    fast_apply,
     input_dtypes,
     materialize,
-    param_edge,
-    reduce_weight_grad,
     use_small,
 )
 from .init import logical_init
 from .layout import new_dtensor
 from .local import cast_arguments
 from .members import STATE, ModuleState, model_members, weight_of
-from .modes import plain_ops
-from .schedule import Kind
-from .weight import Lease, ShardedWeight
+from .te_modules import (
+    NORM_LINEAR,
+    PROTOCOL,
+    SHARDED,
+    STACK,
+    fp8_index,
+    init_meta,
+    is_grouped,
+    refusal,
+    te_class,
+    uses_protocol,
+)
+from .te_weight import WeightUse, attach
 from .wire import WireFormat
-
-_running_node = torch._C._current_autograd_node
-_GROUPED, _NORM_LINEAR = "GroupedLinear", "LayerNormLinear"
-_PROTOCOL = ("Linear", _NORM_LINEAR, _GROUPED)  # classes that ask weights by the protocol
-_SHARDED = "_is_sharded_te_class"  # attribute of classes of ours, which say that they are in TE's module
-_STACK = "weight"  # TE's own name for the parameter of all experts
-
-
-# ---- which class it is
-
-
-@functools.lru_cache(maxsize=None)
-def _te_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of TE's that ``cls`` is or derives from."""
-    bases = (base for base in cls.__mro__ if _SHARDED not in vars(base))
-    return next(base for base in bases if base.__module__.startswith("transformer_engine.pytorch."))
-
-
-def _is_grouped(cls: type[nn.Module]) -> bool:
-    return _te_class(cls).__name__ == _GROUPED
-
-
-def uses_protocol(base: type[nn.Module], module: nn.Module) -> bool:
-    """Whether the forward of ``base``, the class of ``module`` without GTP, asks its weight by the protocol. Not where it has
-    several, which TE would concatenate, and not where a class derived from TE's has a forward of its own."""
-    te_class = _te_class(base)
-    names = getattr(module, "weight_names", None) or ["weight"]
-    return te_class.__name__ in _PROTOCOL and base.forward is te_class.forward and names == ["weight"]
-
-
-# ---- what is refused
-
-
-def _version() -> str:
-    return getattr(sys.modules.get("transformer_engine"), "__version__", "of an unknown version")
-
-
-def _is_set(module: nn.Module, *prefixes: str) -> list[str]:
-    return [name for name, value in vars(module).items() if name.startswith(prefixes) and value is True]
-
-
-def _refusal(module: nn.Module) -> str | None:
-    """Why ``module``, one of TE's with parameters, cannot be served, with the remedy; None: it can be."""
-    te_class = _te_class(type(module))
-    if "transformer_engine.pytorch.distributed_weight" not in sys.modules:
-        return f"TransformerEngine is {_version()}, and weights are gathered for it since 2.19: install 2.19 or later"
-    if any(base.__module__.startswith("transformer_engine.pytorch.ops.") for base in type(module).__mro__):
-        return (
-            f"{te_class.__name__} of te.ops reads registered parameters in its backward too, where they are shards: use a "
-            "module of transformer_engine.pytorch such as Linear, LayerNormLinear or GroupedLinear, or of torch.nn"
-        )
-    store = getattr(module, "wgrad_store", None)
-    if store is not None and store.delay_wgrad_compute():
-        return (
-            "delay_wgrad_compute=True computes weight gradients after TE has handed them on, so they would be lost: "
-            "build it with delay_wgrad_compute=False"
-        )
-    for option in ("single_grouped_weight", "single_grouped_bias"):
-        if getattr(module, option, False):
-            return f"{option}=True packs experts in a tensor of TE's own, which is not sharded: build it with {option}=False"
-    overlaps = _is_set(module, "ub_overlap", "ub_bulk")
-    if overlaps:
-        return f"{overlaps[0]}=True communicates in TE's own buffers, untested under GTP: build it without"
-    if getattr(module, "fsdp_group", None) is not None:
-        return "it was given to TE's own FSDP, which cuts what GTP cuts: use one of them"
-    return _tp_refusal(module, te_class.__name__)
-
-
-def _tp_refusal(module: nn.Module, name: str) -> str | None:
-    tp_size = getattr(module, "tp_size", 1)
-    if tp_size == 1 or getattr(module, "parallel_mode", None) is None and name in _PROTOCOL:
-        return None
-    if getattr(module, "tp_group", None) is None:
-        return f"tp_size={tp_size} without a group, so it is not known which ranks hold its other parts: pass tp_group="
-    if name not in ("Linear", _NORM_LINEAR):
-        return f"{name} with tp_size={tp_size}: of TE's classes Linear and LayerNormLinear can be tensor parallel under GTP"
-    return None
-
-
-def refuse(module: nn.Module, what: str) -> None:
-    """Raise ``ValueError`` where ``module``, one of TE's that owns ``what``, cannot be served."""
-    why = _refusal(module)
-    if why is not None:
-        raise ValueError(f"{what}, of a {type(module).__name__} of TransformerEngine: {why}")
-
 
 # ---- parameters as GTP takes them
 
@@ -161,7 +62,7 @@ class Replacements:
         self._root, self._device_type = root, gtp_mesh.device_type
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
         self._new: dict[tuple[int, ...], nn.Parameter] = {}
-        self._parameters = {module: self._of(module) for module in modules if _refusal(module) is None}
+        self._parameters = {module: self._of(module) for module in modules if refusal(module) is None}
 
     def of(self, module: nn.Module) -> dict[str, nn.Parameter | None]:
         """The parameters of ``module`` by name, as a plan takes them."""
@@ -179,10 +80,10 @@ class Replacements:
     def _of(self, module: nn.Module) -> dict[str, nn.Parameter | None]:
         params = dict(module._parameters)
         groups = {name: [param] for name, param in params.items() if param is not None}
-        if _is_grouped(type(module)):
+        if is_grouped(type(module)):
             experts = [groups.pop(f"weight{i}") for i in range(module.num_gemms)]
-            params = {_STACK: None, **{name: param for name, param in params.items() if name in groups}}
-            groups[_STACK] = [param for (param,) in experts]
+            params = {STACK: None, **{name: param for name, param in params.items() if name in groups}}
+            groups[STACK] = [param for (param,) in experts]
         for name, olds in groups.items():
             key = tuple(map(id, olds))  # tied to another module's
             if key not in self._new:
@@ -191,9 +92,9 @@ class Replacements:
         return params
 
     def _converted(self, module: nn.Module, name: str, olds: list[nn.Parameter]) -> nn.Parameter:
-        is_native = getattr(module, "primary_weights_in_fp8", False) and _fp8_index(module, name) is not None
+        is_native = getattr(module, "primary_weights_in_fp8", False) and fp8_index(module, name) is not None
         values = [_high_precision(old) if is_native else old.detach() for old in olds]
-        is_stack = name == _STACK and _is_grouped(type(module))
+        is_stack = name == STACK and is_grouped(type(module))
         value = torch.stack(values) if is_stack else values[0]
         placement = _tp_placement(module, name)
         if placement is not None:
@@ -227,17 +128,6 @@ class Replacements:
         return self._meshes[ranks]
 
 
-def _init_meta(module: nn.Module, name: str) -> object:
-    """What TE knows of how a parameter is made."""
-    table = module.param_init_meta
-    return table[name] if name in table else table[f"{name}0"]
-
-
-def _fp8_index(module: nn.Module, name: str) -> int | None:
-    """The number of the quantizer of a parameter that is stored in FP8, if the module has such parameters."""
-    return _init_meta(module, name).fp8_meta_index
-
-
 def _high_precision(param: nn.Parameter) -> torch.Tensor:
     """The value of a parameter in FP8, in float32: what it was initialised with where TE kept that."""
     if param.is_meta:
@@ -250,7 +140,7 @@ def _high_precision(param: nn.Parameter) -> torch.Tensor:
 def _tp_placement(module: nn.Module, name: str) -> Shard | Replicate | None:
     """How TE cuts a parameter over its ``tp_group``; None: it does not."""
     mode = getattr(module, "parallel_mode", None)
-    if getattr(module, "tp_size", 1) == 1 or mode is None or _te_class(type(module)).__name__ not in _PROTOCOL:
+    if getattr(module, "tp_size", 1) == 1 or mode is None or te_class(type(module)).__name__ not in PROTOCOL:
         return None
     if name.startswith("layer_norm"):
         return Replicate()
@@ -277,216 +167,6 @@ def wire_of(module: nn.Module) -> WireFormat | None:
     from .wire.te_float8 import wire_for
 
     return wire_for(module)
-
-
-def weight_quantizers(module: nn.Module) -> list:
-    """TE's quantizers of the weights of ``module``, one for each, as they are now."""
-    names = [f"weight{i}" for i in range(module.num_gemms)] if _is_grouped(type(module)) else ["weight"]
-    quantizers = module.quantizers["scaling_fwd"]
-    return [quantizers[_fp8_index(module, name)] for name in names]
-
-
-# ---- uses
-
-
-class WeightUse:
-    """One forward's use of the weight of a module, and its backward: what the handles that TE saved lead back to. Holds no
-    handle: they hold it."""
-
-    __slots__ = (
-        "weight",
-        "param",
-        "kind",
-        "module",
-        "dtype",
-        "needs_dgrad",
-        "num_handles",
-        "num_writes",
-        "quantizers",
-        "scales",
-        "lease",
-        "handed",
-        "buffer",
-        "returned",
-    )
-
-    def __init__(self, weight: ShardedWeight, module: nn.Module, dtype: torch.dtype, needs_dgrad: bool) -> None:
-        self.weight, self.param = weight, weight.param
-        self.kind = weight.runtime.forward_kind()
-        self.module: nn.Module | None = module  # until its forward is over
-        self.dtype = dtype  # that its GEMMs compute in
-        self.needs_dgrad = needs_dgrad
-        self.num_handles = weight.tp_local_shape[0] if weight.layout.is_stack else 1
-        self.num_writes = -1
-        self.quantizers: list | None = None
-        self.scales: list[torch.Tensor | None] = []  # of delayed scaling, in the forward
-        self.lease: Lease | None = None
-        self.handed: list[torch.Tensor] = []
-        self.buffer: torch.Tensor | None = None  # of the gradient
-        self.returned: DTensor | None = None  # the reduced gradient, where autograd wants it
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of what a handle stands for."""
-        shape = self.weight.tp_local_shape
-        return shape[1:] if self.weight.layout.is_stack else shape
-
-    def gather_for_forward(self, requires_grad: bool) -> list[torch.Tensor]:
-        module, weight = self.module, self.weight
-        if module.fp8:
-            self._note_quantizers(module)
-        lease = weight.runtime.acquire(weight, self.kind)
-        self.num_writes = weight.num_writes
-        return self._hand_out(lease, False, requires_grad)
-
-    def gather_for_backward(self) -> list[torch.Tensor]:
-        weight = self.weight
-        return self._hand_out(weight.runtime.acquire(weight, Kind.BACKWARD, True, self.num_writes), True, False)
-
-    def _note_quantizers(self, module: nn.Module) -> None:
-        """The backward runs outside of TE's autocast, when scales have moved on."""
-        recipe = module.fp8_meta.get("recipe")
-        if getattr(recipe, "backward_override", None) is not None:
-            raise RuntimeError(
-                f"{self.weight.fqn}: backward_override={recipe.backward_override!r} of the recipe reads weights that are not "
-                "gathered: use a recipe without it"
-            )
-        self.quantizers = weight_quantizers(module)
-        if self.weight.quantized is None:
-            scales = (getattr(quantizer, "scale", None) for quantizer in self.quantizers)
-            self.scales = [None if scale is None else scale.clone() for scale in scales]
-
-    def _hand_out(self, lease: Lease, is_backward: bool, requires_grad: bool) -> list[torch.Tensor]:
-        with plain_ops():
-            self.handed = self._tensors(lease, is_backward)
-        self.lease = lease
-        for tensor in self.handed:
-            tensor.requires_grad_(requires_grad)  # TE asks gathered weights whether they want a gradient
-        return list(self.handed)
-
-    def _tensors(self, lease: Lease, is_backward: bool) -> list[torch.Tensor]:
-        weight = self.weight
-        if weight.quantized is not None and self.quantizers is not None:
-            return weight.wire.tensors(lease, self.quantizers, self.dtype, is_backward)
-        local = lease.read_local().to(self.dtype)
-        # Tensor objects of their own, which can be emptied.
-        parts = list(local.unbind(0)) if weight.layout.is_stack else [local.detach()]
-        if self.quantizers is None or not is_backward:
-            return parts
-        from .wire.te_float8 import quantized_for_backward
-
-        return list(map(quantized_for_backward, parts, self.quantizers, self.scales))
-
-    def release(self) -> None:
-        """The kernels that read what was handed out are enqueued."""
-        lease, self.lease = self.lease, None
-        if lease is not None:
-            lease.weight.runtime.release(lease)
-        for tensor in self.handed:
-            if type(tensor) is torch.Tensor:
-                tensor.data = tensor.data.new_empty(0)
-            else:
-                tensor.clear()
-        self.handed = []
-
-    def gradient(self, index: int) -> torch.Tensor:
-        """Where a wgrad GEMM writes: memory that is sent as it is."""
-        weight = self.weight
-        if self.buffer is None:
-            weight.runtime.enter()
-            wide = weight.reduce_dtype.itemsize >= self.dtype.itemsize  # GEMMs do not write less than they read
-            self.buffer = weight.runtime.reducer.gradient_buffer(weight, weight.reduce_dtype if wide else self.dtype)
-        whole = weight.cut.first(self.buffer, weight.cut.num_rows)
-        return whole[index] if weight.layout.is_stack else whole
-
-    def finalize(self, wgrads: torch.Tensor | list[torch.Tensor]) -> None:
-        """Start the reduction of the gradient, if the engine wants it."""
-        self.release()  # TE computes the input's gradient first
-        attach = _attached(self.weight)
-        use = attach.use  # the original's, where this one is of a recompute: TE took the buffer from its handle
-        buffer, use.buffer = use.buffer, None
-        edge = param_edge(use.param, edge_to(attach.next_functions[0][0]))
-        if edge is Edge.UNUSED:
-            return
-        self.weight.runtime.enter()
-        if buffer is None:
-            buffer = torch.stack(list(wgrads)) if self.weight.layout.is_stack else wgrads
-        use.returned = reduce_weight_grad(self.weight, use.param, buffer, edge)
-
-
-def _attached(weight: ShardedWeight) -> torch.autograd.graph.Node:
-    """The ``_Attach`` node of ``weight`` above the node that is running."""
-    for node, _ in _running_node().next_functions:
-        use = getattr(node, "use", None)
-        if isinstance(use, WeightUse) and use.weight is weight:
-            return node
-    raise RuntimeError(f"{weight.fqn}: TransformerEngine computed its gradient outside of its own backward")
-
-
-class TEWeight(torch.Tensor):
-    """What a TE module reads for a sharded weight, or for one expert of a stack; see [Note: TransformerEngine's protocol].
-    Has the shape of the TP-local weight and no memory."""
-
-    is_distributed_weight = True
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @staticmethod
-    def __new__(cls, use: WeightUse, index: int) -> TEWeight:
-        device = use.weight.param.device
-        handle = torch.Tensor._make_wrapper_subclass(cls, use.shape, dtype=use.dtype, device=device)
-        handle.use, handle.index = use, index
-        return handle
-
-    def __repr__(self, **_) -> str:
-        return f"TEWeight({self.use.weight.fqn}, {self.index})"
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func in (
-            torch.ops.aten.detach.default,
-            torch.ops.aten.alias.default,
-        ):  # activation checkpointing saves these
-            return TEWeight(args[0].use, args[0].index)
-        handle = next(arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, TEWeight))
-        raise RuntimeError(
-            f"{handle.use.weight.fqn}: {func} of a weight that is not gathered: of its module only TransformerEngine's own "
-            "forward and backward may read it, and activations cannot be offloaded (save_on_cpu, TE's cpu_offload)"
-        )
-
-    def materialize_group_for_forward(self) -> list[torch.Tensor]:
-        return self.use.gather_for_forward(self.requires_grad)
-
-    def materialize_group_for_backward(self) -> list[torch.Tensor]:
-        use = self.use
-        if use.needs_dgrad:
-            return use.gather_for_backward()
-        use.weight.runtime.enter()
-        return [TEWeight(use, index) for index in range(use.num_handles)]  # whose sizes are read, and nothing else
-
-    def grad_buffer(self) -> torch.Tensor:
-        return self.use.gradient(self.index)
-
-    def finalize_group_grads(self, wgrads: torch.Tensor | list[torch.Tensor]) -> list[None]:
-        self.use.finalize(wgrads)
-        return [None] * self.use.num_handles
-
-
-class _Attach(torch.autograd.Function):
-    """Handles as tensors of the graph, above the parameter."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, use: WeightUse, param: nn.Parameter) -> tuple[TEWeight, ...]:
-        ctx.use = use
-        ctx.set_materialize_grads(False)
-        return tuple(TEWeight(use, index) for index in range(use.num_handles))
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *grads: None) -> tuple[None, DTensor | None]:
-        returned, ctx.use.returned = ctx.use.returned, None
-        return None, returned
-
-
-_attach = fast_apply(_Attach)
 
 
 # ---- forward
@@ -549,26 +229,26 @@ def _shown(
 ) -> tuple[dict[str, object], WeightUse | None]:
     """What ``module``'s forward finds in its ``__dict__``, and the use of a weight that it asks by the protocol."""
     state: ModuleState = module.__dict__[STATE]
-    is_grouped = _is_grouped(type(module))
+    has_experts = is_grouped(type(module))
     use = None
-    shown: dict[str, object] = {"use_grouped_tensor": False} if is_grouped else {}
+    shown: dict[str, object] = {"use_grouped_tensor": False} if has_experts else {}
     for name in state.weights:
         if not has_protocol:
             shown[name] = _local(module, materialize(module, name))
             continue
         weight = weight_of(module, name)
-        needs_dgrad = inp.requires_grad or _te_class(type(module)).__name__ == _NORM_LINEAR
+        needs_dgrad = inp.requires_grad or te_class(type(module)).__name__ == NORM_LINEAR
         use = WeightUse(weight, module, _compute_dtype(inp), needs_dgrad)
-        handles = _attach(use, weight.param)
-        shown[name] = handles if is_grouped else handles[0]
+        handles = attach(use, weight.param)
+        shown[name] = handles if has_experts else handles[0]
     for name in state.smalls:
         if module._parameters.get(name) is not None:
             shown[name] = _local(module, use_small(module, name))
-    if is_grouped:
-        experts = shown.pop(_STACK)
+    if has_experts:
+        experts = shown.pop(STACK)
         experts = experts.unbind(0) if isinstance(experts, torch.Tensor) else experts
         shown |= {f"weight{index}": expert for index, expert in enumerate(experts)}
-        shown[_STACK] = None
+        shown[STACK] = None
     # The wgrad GEMM writes into the memory that is reduced. (What TE does with the parameter's own main_grad, it does not.)
     shown["fuse_wgrad_accumulation"] = use is not None
     return shown, use
@@ -611,21 +291,21 @@ def overrides(base: type[nn.Module]) -> dict[str, object]:
     def _remap_grouped_weight_state_dict_keys(self: nn.Module, state_dict: dict, prefix: str) -> None:
         """One stack, where the state dict has the experts by themselves."""
         names = [f"{prefix}weight{index}" for index in range(self.num_gemms)]
-        if prefix + _STACK not in state_dict and all(name in state_dict for name in names):
-            state_dict[prefix + _STACK] = torch.stack([state_dict.pop(name) for name in names])
+        if prefix + STACK not in state_dict and all(name in state_dict for name in names):
+            state_dict[prefix + STACK] = torch.stack([state_dict.pop(name) for name in names])
 
     ours = (reset_parameters, set_activation_dtype, _remap_grouped_weight_state_dict_keys)
-    return {_SHARDED: True, **{method.__name__: method for method in ours if hasattr(base, method.__name__)}}
+    return {SHARDED: True, **{method.__name__: method for method in ours if hasattr(base, method.__name__)}}
 
 
 def _initialise(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    meta = _init_meta(module, name)
+    meta = init_meta(module, name)
     if meta.get_rng_state_tracker is not None:
         raise NotImplementedError(
             f"reset_parameters of a {type(module).__name__}: get_rng_state_tracker draws other numbers on each rank, GTP one "
             "logical weight for all: build it without"
         )
-    is_stack = name == _STACK and _is_grouped(type(module))
+    is_stack = name == STACK and is_grouped(type(module))
     for part in [param[index] for index in range(module.num_gemms)] if is_stack else [param]:
         meta.init_fn(part)
 

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from gtp_dtensor import CheckedLoadPlanner, GTPConfig, GTPStyle, reset_stats, stats
 from gtp_dtensor.layout import RowCut
 from gtp_dtensor.members import STATE
-from gtp_dtensor.te import TEWeight, amax_group
+from gtp_dtensor.te import amax_group
+from gtp_dtensor.te_weight import TEWeight
 from gtp_dtensor.wire import Amax
 from tests import te_stand_in as te
 from tests.harness import ranks

@@ -19,7 +19,7 @@ from transformer_engine.pytorch import (
     Float8Tensor,
 )
 
-from ..te import weight_quantizers
+from ..te_modules import weight_quantizers
 from .base import Amax, Parts, View, WireFormat, as_bytes, resized
 
 if TYPE_CHECKING:
