@@ -1,6 +1,8 @@
 """``gtp_dtensor.te`` on a stand-in for TransformerEngine; tests/test_te_gpu.py has the real one."""
 
 import contextlib
+import copy
+import gc
 from unittest import mock
 
 import pytest
@@ -12,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from gtp_dtensor import CheckedLoadPlanner, GTPConfig, GTPStyle, reset_stats, stats
+from gtp_dtensor import CheckedLoadPlanner, GTPConfig, GTPStyle, materialized, reset_stats, stats
 from gtp_dtensor.layout import RowCut
 from gtp_dtensor.members import STATE
 from gtp_dtensor.te import amax_group
-from gtp_dtensor.te_weight import TEWeight
+from gtp_dtensor.te_weight import TEWeight, WeightUse
 from gtp_dtensor.wire import Amax
 from tests import te_stand_in as te
 from tests.harness import ranks
@@ -299,6 +301,24 @@ def test_recipes_that_cannot_be_served_are_refused(mesh):
             parallelize_module(nn.Sequential(layer), mesh, GTPStyle())
 
 
+@ranks(2)
+def test_a_copy_trains_by_itself_and_nothing_outlives_a_backward(mesh, rank):
+    with te.installed():
+        model = parallelize_module(Net(), mesh, GTPStyle(min_numel=100))
+        twin = copy.deepcopy(model)
+        gc.disable()
+        try:
+            for one in (model, twin):
+                mean_square(one(batch_of(rank))).backward()
+            assert not [thing for thing in gc.get_objects() if isinstance(thing, (WeightUse, TEWeight))]
+        finally:
+            gc.enable()
+        assert_close_to_reference(gradients(twin), gradients(model), rtol=0)
+        assert twin.b.__dict__[STATE].weights["weight"].owner is twin.b
+        with materialized(twin.c) as stack:
+            assert torch.equal(stack, full(model.c.weight))
+
+
 def refused():
     dim = 64
     yield lambda: te.Linear(dim, dim, delay_wgrad_compute=True), "delay_wgrad_compute=True.*lost"
@@ -450,7 +470,3 @@ def test_bias_and_mixed_precision(mesh, rank):
         x = torch.randn(3, 32).bfloat16()
         model = parallelize_module(nn.Sequential(te.Linear(32, 64)), mesh, GTPStyle())
         assert model(x).shape == (3, 64) and model[0].activation_dtype == torch.bfloat16
-
-
-def test_a_handle_says_what_it_is():
-    assert TEWeight.is_distributed_weight is True
