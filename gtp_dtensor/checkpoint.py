@@ -239,6 +239,7 @@ class CheckedLoadPlanner(DefaultLoadPlanner):
         Raises:
             ValueError: names the keys, with what each has and what the state dict has.
         """
+        self._fit_extra_state()
         faults = [fault for key, value in self.state_dict.items() if (fault := self._fault_of(key, value))]
         raise_faults("the checkpoint does not fit, nothing was loaded", faults)
         plan = super().create_local_plan()
@@ -270,6 +271,16 @@ class CheckedLoadPlanner(DefaultLoadPlanner):
         torch.save(loaded, value)
         value.seek(0)
         super().load_bytes(read_item, value)
+
+    def _fit_extra_state(self) -> None:
+        """Give the bytes of modules' extra states the length that the checkpoint has: before its first step a module of
+        TransformerEngine's has none, and what it stores later grows with its recipe."""
+        for key, value in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata.get(key)
+            is_bytes = type(value) is torch.Tensor and value.dtype is torch.uint8 and value.dim() == 1
+            if key.endswith("_extra_state") and is_bytes and isinstance(saved, TensorStorageMetadata):
+                if saved.properties.dtype is torch.uint8 and len(saved.size) == 1 and saved.size != value.shape:
+                    value.set_(torch.empty(saved.size, dtype=torch.uint8, device=value.device))
 
     def _part_of(self, key: str) -> str | None:
         """The top-level name above ``key``; "" for a tensor that stands there itself; None for other things there."""

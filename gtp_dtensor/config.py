@@ -37,7 +37,8 @@ class GTPConfig:
             memory that asynchronous reductions hold; CUDA graphs will allocate this many persistent slots.
         wgrad_before_dgrad: the backward of a linear (of a stack of experts too) computes its weight's gradient before its
             input's, so that the reduction hides behind its own layer's computation. Bits are the same; each gathered weight
-            is in memory together with its own gradient. A backward that needs one of both is not concerned.
+            is in memory together with its own gradient. Modules of TransformerEngine, and those
+            that gather around a forward of their own, keep the order that they have.
         look_ahead: how many uses before its own use a gather is issued.
         wire_format: how a shard travels: "bf16" ("as it is, in ``param_dtype``"), or quantized once an optimizer step
             and dequantized where it is used: "fp8" (e4m3, one scale for a matrix), "fp8_rowwise" (for a row), "fp8_block"

@@ -73,16 +73,17 @@ _running_node, _will_run = torch._C._current_autograd_node, torch._C._will_engin
 
 def engine_edges() -> list[Edge]:
     """One entry for each tensor input of the autograd node that is running, in order."""
-    edges = []
-    for node, _ in _running_node().next_functions:
-        if node is None:
-            edges.append(_UNUSED)
-            continue
-        try:
-            edges.append(_ACCUMULATED if _will_run(node) else _UNUSED)
-        except RuntimeError:  # raised for a leaf exactly when autograd.grad captures it
-            edges.append(_CAPTURED)
-    return edges
+    return [edge_to(node) for node, _ in _running_node().next_functions]
+
+
+def edge_to(node: torch.autograd.graph.Node | None) -> Edge:
+    """What the engine, which is running, will do with a gradient for ``node``."""
+    if node is None:
+        return _UNUSED
+    try:
+        return _ACCUMULATED if _will_run(node) else _UNUSED
+    except RuntimeError:  # raised for a leaf exactly when autograd.grad captures it
+        return _CAPTURED
 
 
 def param_edge(param: nn.Parameter, edge: Edge) -> Edge:

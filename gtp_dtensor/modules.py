@@ -21,7 +21,7 @@ from .layout import new_dtensor, share_memory
 from .local import cast_arguments
 from .members import ROOT, STATE, ModuleState, RootState
 from .modes import in_backward
-from .wires import gemm_room
+from .wires import gemm_room, is_te, te_room
 
 
 @contextmanager
@@ -110,10 +110,12 @@ Forward = Callable[..., object]  # of (module, its arguments)
 def explicit_forward(module: nn.Module, forwards: Mapping[type[nn.Module], Forward]) -> Forward | None:
     """The forward that computes what ``module`` does without leaving gathered weights alive for its backward: the one
     given for exactly its class, or ours for linears and embeddings. None: not known."""
-    base = type(module)
-    if base in forwards:
+    base, weights = type(module), module.__dict__[STATE].weights
+    if base in forwards and weights:
         return _with_cast_arguments(forwards[base])
-    if "weight" in module.__dict__[STATE].weights:
+    if is_te(base):
+        return te_room().forward_of(base)
+    if "weight" in weights:
         if base.forward is nn.Linear.forward:
             return functional.linear
         if base.forward is nn.Embedding.forward:
@@ -122,6 +124,11 @@ def explicit_forward(module: nn.Module, forwards: Mapping[type[nn.Module], Forwa
         if room is not None:
             return room.forward
     return None
+
+
+def keeps_gathered(module: nn.Module) -> bool:
+    """Whether weights of ``module``, which has a forward of ours, stay gathered until its backward."""
+    return is_te(type(module)) and not te_room().uses_protocol(type(module), module)
 
 
 @functools.lru_cache(maxsize=None)
@@ -183,6 +190,8 @@ def sharded_class(base: type[nn.Module], explicit: Forward | None) -> type[nn.Mo
                 base.reset_parameters(self)
 
         namespace["reset_parameters"] = reset_parameters
+    if is_te(base):
+        namespace.update(te_room().overrides(base))
     return type(f"GTP{base.__name__}", (base,), namespace)
 
 

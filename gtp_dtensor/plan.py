@@ -18,11 +18,13 @@ from torch.nn.utils.weight_norm import WeightNorm
 from .layout import TPLayout, axis_name, tp_layout
 from .members import STATE, state_members
 from .steps import SUCCESSOR
+from .te_modules import refuse as refuse_te
 from .wire import WireFormat
-from .wires import GROUPED_GEMMS, choose_wires
+from .wires import GROUPED_GEMMS, choose_wires, is_te, te_room
 
 if TYPE_CHECKING:
     from .style import GTPStyle
+    from .te import Replacements
 
 # Wrappers that insert a segment of their own into parameter names.
 _WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -52,8 +54,10 @@ class Plan:
         # once for each owner
         self.entries: list[tuple[nn.Module, str, str, str, str, nn.Parameter]] = []
         self.modules = self._served_modules(style, module)
+        self.te = te_parameters(self.modules, root, mesh)  # what TransformerEngine's modules get in place of theirs
+        self.replaced = {} if self.te is None else self.te.replaced
         for owner_name, owner in self.modules.items():
-            for name, param in owner._parameters.items():
+            for name, param in self._parameters(owner).items():
                 if param is not None:
                     below = clean_fqn(f"{owner_name}.{name}" if owner_name else name)
                     self.entries.append((owner, clean_fqn(owner_name), name, below, clean_fqn(prefix) + below, param))
@@ -63,6 +67,19 @@ class Plan:
         self.tp_mesh: DeviceMesh | None = None
         self.wires: dict[int, WireFormat] = {}
         self.small_for_wire: list[str] = []
+
+    def _parameters(self, module: nn.Module) -> dict[str, nn.Parameter | None]:
+        return module._parameters if self.te is None else self.te.of(module)
+
+    def replace_parameters(self) -> None:
+        """Register what this plan is about, where that is not registered: the first change to the model."""
+        if self.te is not None:
+            self.te.register()
+
+    def is_stack(self, param: nn.Parameter) -> bool:
+        """Whether a sharded parameter is one matrix for each expert."""
+        is_te_stack = self.te is not None and id(param) in self.te.stacks
+        return is_te_stack or self.style.is_expert and param.dim() > 2
 
     @staticmethod
     def _served_modules(style: GTPStyle, root: nn.Module) -> dict[str, nn.Module]:
@@ -112,11 +129,12 @@ class Plan:
         for module, _, name, _, fqn, param in self.entries:
             what = f"{fqn} of shape {tuple(param.shape)}"
             self._check_module(module, what)
-            if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            olds = self.replaced.get(id(param), [param])
+            if any(old._backward_hooks or getattr(old, "_post_accumulate_grad_hooks", None) for old in olds):
                 raise ValueError(
                     f"{what} has gradient hooks, and {self.axis} replaces the parameter: register them afterwards"
                 )
-            if param.grad is not None:
+            if any(old.grad is not None for old in olds):
                 raise ValueError(f"{what} has a gradient: call zero_grad(set_to_none=True) before GTPStyle")
             self.tp[id(param)] = tp_layout(param, self.mesh, fqn)
             local = param._local_tensor if isinstance(param, DTensor) else param
@@ -169,6 +187,8 @@ class Plan:
                     )
 
     def _check_module(self, module: nn.Module, what: str) -> None:
+        if is_te(type(module)):
+            refuse_te(module, what)
         if STATE in module.__dict__:
             raise ValueError(
                 f"{what} was given to a GTPStyle before: apply one style to the root (its options modules= and "
@@ -228,6 +248,12 @@ class Plan:
                 f"{what} on {self.axis} has strides {local.stride()}: make it contiguous before GTPStyle, or name it in "
                 "exclude="
             )
+
+
+def te_parameters(modules: dict[str, nn.Module], root: nn.Module, mesh: DeviceMesh) -> Replacements | None:
+    """For models with modules of TransformerEngine's: see there."""
+    found = [module for module in modules.values() if is_te(type(module)) and STATE not in module.__dict__]
+    return te_room().Replacements(found, root, mesh) if found else None
 
 
 def _is_chosen(modules: ModuleFilter, name: str, module: nn.Module) -> bool:

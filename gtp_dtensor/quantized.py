@@ -57,6 +57,7 @@ class QuantizedShard:
         self.parts: dict[View, Parts] = {}
         self.amax: dict[Amax, torch.Tensor] = {}  # of the whole weight
         self.source: torch.Tensor | None = None
+        self._generation = -1  # of the weight when it was quantized last
         self._slots: dict[Amax, torch.Tensor] = {}
         self._first_row = weight.runtime.transport.rank * self.cut.chunk
         # A rank knows the largest value of a whole row, unless tensor parallelism cuts columns.
@@ -135,7 +136,9 @@ class QuantizedShard:
 
     def quantize(self, weight: ShardedWeight) -> None:
         """Rewrite the parts; the slots hold what is known of the whole weight by now."""
-        self.amax, self._slots = self._slots, {}
+        before = self.amax if self._generation == weight.generation else {}
+        self._generation = weight.generation
+        self.amax, self._slots = self.wire.complete(self._slots, before, weight.owner), {}
         runtime, cut = weight.runtime, weight.replica_cut
         rows = self._stored(weight)
         if runtime.config.check_param_states:
@@ -165,8 +168,8 @@ class QuantizedShard:
         rows = _padded(rows, length, dim)
         rows = _padded(rows, self._filled(rows.shape)[-2], self._row_dim)
         amax = {}
-        for key, shape in self.slot_shapes().items():
-            slot = self.amax[key]
+        for key, slot in self.amax.items():
+            shape = slot.shape
             for cut_dim, start in first.items():
                 if shape[cut_dim] > 1:
                     slot = slot.narrow(cut_dim, start, min(rows.shape[cut_dim], slot.shape[cut_dim] - start))

@@ -172,7 +172,8 @@ class Reducer:
     def launch(
         self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, returned: bool, is_borrowed: bool = False
     ) -> DTensor | None:
-        """Reduce ``grad``, the gradient of the gathered weight (TP-local shape, plain or on the tp mesh).
+        """Reduce ``grad``, the gradient of the gathered weight (TP-local shape, plain or on the tp mesh; or with rows of
+        zeros behind it, as it is sent: see :meth:`gradient_buffer`).
 
         Accumulates into the ``.grad`` of ``param`` (the leaf that the forward read) and returns None; or, where
         autograd wants the gradient itself (``returned``), waits and returns it as a DTensor placed like the parameter.
@@ -292,7 +293,19 @@ class Reducer:
 
     def _reduction_input(self, weight: ShardedWeight, grad: torch.Tensor) -> torch.Tensor:
         grad = self._own_gradient(weight, grad)
-        return grad if weight.is_buffer_exact and grad.is_contiguous() else weight.cut.pack(grad)
+        return grad if grad.shape == weight.buffer_shape and grad.is_contiguous() else weight.cut.pack(grad)
+
+    def gradient_buffer(self, weight: ShardedWeight, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for the gradient of the gathered weight, not initialised, which :meth:`launch` takes as it is: of
+        ``weight.buffer_shape``, with zeros as padding, or where that is not what is sent, of the weight's own shape."""
+        self.make_room()
+        cut, device = weight.cut, weight.param.device
+        with plain_ops():
+            if cut.padded != cut.chunk or self._runtime.transport.pushes(weight.reduce_dtype):
+                return torch.empty(weight.tp_local_shape, dtype=dtype, device=device)
+            buffer = torch.empty(weight.buffer_shape, dtype=dtype, device=device)
+            buffer.narrow(cut.dim, cut.num_rows, cut.buffer_rows - cut.num_rows).zero_()
+            return buffer
 
     # ---- parameters that stay whole
 

@@ -25,7 +25,7 @@ from .domain import Domain, domain_of
 from .handles import sync_handles
 from .layout import TPLayout, check_gtp_mesh, replica_axis, weight_layout
 from .members import STATE, ModuleState
-from .modules import Forward, explicit_forward, root_state, sharded_class
+from .modules import Forward, explicit_forward, keeps_gathered, root_state, sharded_class
 from .plan import ModuleFilter, Plan, is_taken_by_experts
 from .small import SmallParam
 from .steps import SUCCESSOR
@@ -199,12 +199,14 @@ class _Application:
         self.general: set[str] = set()  # classes with sharded weights whose computation we do not know
 
     def run(self) -> None:
+        self.plan.replace_parameters()
         for module, _, name, _, fqn, param in self.plan.entries:
             member = self.members.get(id(param)) or getattr(param, SUCCESSOR, lambda: None)()  # tied to another module
             if member is None:
                 member = self._convert(fqn, param)
                 self.runtime.adopt(member)
-                setattr(param, SUCCESSOR, weakref.ref(member))
+                for replaced in (param, *self.plan.replaced.get(id(param), ())):
+                    setattr(replaced, SUCCESSOR, weakref.ref(member))
             self.members[id(param)] = member
             module._parameters[name] = member.param
             member.add_owner(module, name)
@@ -226,8 +228,8 @@ class _Application:
 
     def _change_class(self, module: nn.Module) -> None:
         state: ModuleState = module.__dict__[STATE]
-        explicit = explicit_forward(module, self.style.forwards) if state.weights and not state.borrows else None
-        if state.weights and explicit is None:
+        explicit = None if state.borrows else explicit_forward(module, self.style.forwards)
+        if state.weights and (explicit is None or keeps_gathered(module)):
             self.general.add(type(module).__name__)
         vectors_only = all(len(small.spec.shape) < 2 for small in state.smalls.values())
         state.is_simple = vectors_only and not (state.weights or state.borrows or isinstance(module, nn.RNNBase))
@@ -248,7 +250,7 @@ class _Application:
             transport.rank,
             None if replicas is None else replicas.size,
             config.pad_for_alignment or 1,
-            self.style.is_expert,
+            self.plan.is_stack(param),
         )
         rows = layout.stored_part(tp_local, transport.rank, 0 if replicas is None else replicas.rank)
         cuts = [Shard(cut.dim) for cut in (layout.cut, layout.replica_cut) if cut is not None]

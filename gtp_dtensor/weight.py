@@ -276,6 +276,11 @@ class ShardedWeight:
     def add_owner(self, module: nn.Module, name: str) -> None:
         self.owners.append((weakref.ref(module), name))
 
+    @property
+    def owner(self) -> nn.Module:
+        """The first module that owns it."""
+        return next(module for module in (ref() for ref, _ in self.owners) if module is not None)
+
     def replace_param(self, param: nn.Parameter) -> None:
         """Use ``param`` from now on (its layout was checked)."""
         self.param = param

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -70,7 +71,7 @@ def choose_wires(plan: Plan) -> tuple[dict[int, WireFormat], list[str]]:
         if wire is None:
             continue
         local = param._local_tensor if isinstance(param, DTensor) else param
-        shape = matrices(local.shape, style.is_expert and param.dim() > 2)
+        shape = matrices(local.shape, plan.is_stack(param))
         if shape[-1] < wire.column_block or shape[-2] < wire.row_block:
             small.append(f"{fqn} {tuple(local.shape)}")
         else:
@@ -86,6 +87,8 @@ def gemm_room(module: nn.Module) -> ModuleType | None:
         from .wire import grouped_linear
 
         return grouped_linear
+    if is_te(type(module)):
+        return te_room()
     for base in type(module).__mro__:
         if base.__name__ == "Float8Linear" and base.__module__.startswith("torchao."):
             from .wire import float8_linear
@@ -96,6 +99,19 @@ def gemm_room(module: nn.Module) -> ModuleType | None:
 
             return mx_linear
     return None
+
+
+@functools.lru_cache(maxsize=None)
+def is_te(cls: type[nn.Module]) -> bool:
+    """Whether ``cls`` is TransformerEngine's, or derived from such a class."""
+    return any(base.__module__.startswith("transformer_engine.pytorch.") for base in cls.__mro__)
+
+
+def te_room() -> ModuleType:
+    """The module of ours that serves TransformerEngine's, for those who have met one."""
+    from . import te
+
+    return te
 
 
 def gemms_of(module: nn.Module, tp: TPLayout | None, cuts_tokens: bool) -> GEMMs | None:

@@ -74,10 +74,10 @@ def num_calls(num_linears: int, replicas: str | None, config: GTPConfig) -> int:
 @pytest.mark.parametrize(
     ("replicas", "config", "most"),
     [
-        (None, GTPConfig(), 100),
-        (None, GTPConfig(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), 101),
-        ("optimizer_shard_mesh", GTPConfig(param_dtype=torch.bfloat16), 122),
-        ("replicate_mesh", GTPConfig(param_dtype=torch.bfloat16), 123),
+        (None, GTPConfig(), 103),
+        (None, GTPConfig(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), 104),
+        ("optimizer_shard_mesh", GTPConfig(param_dtype=torch.bfloat16), 125),
+        ("replicate_mesh", GTPConfig(param_dtype=torch.bfloat16), 126),
     ],
     ids=["float32", "bfloat16", "optimizer_shards", "copies"],
 )

@@ -83,6 +83,18 @@ class Gtp:
     recompute_keep_bytes: int = -1
     """Bytes of weights, gathered for recomputation, that may wait for their backward use. -1: chosen by the library."""
 
+    linear_backend: str = "torch"
+    """
+    Whose linears a model has: "torch", or "transformer_engine" (2.19 or later; llama3, all but the output layer; with GTP off
+    too).
+    """
+
+    te_recipe: str = "bf16"
+    """
+    What TransformerEngine's linears compute in: "bf16", or FP8 by delayed scaling ("delayed"), current scaling ("current") or
+    blocks of 128 x 128 ("block"). With GTP on, weights are gathered in FP8 then.
+    """
+
     skip_nonfinite_steps: bool = False
     """
     Skip the update of a step whose global gradient norm is not finite: parameters, optimizer state (step counters

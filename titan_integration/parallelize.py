@@ -31,6 +31,7 @@ from titan_integration.experts import (
 from titan_integration.families import Family
 from titan_integration.float8 import prepare_float8
 from titan_integration.settings import check_gtp_job, gtp_config
+from titan_integration.transformer_engine import finish_region, use_te_linears
 
 
 def _sum_fsdp_gradients_on_gloo(model: nn.Module) -> None:
@@ -159,6 +160,7 @@ def parallelize(family: Family, model: nn.Module, parallel_dims, job_config) -> 
     if parallel_dims.tp_enabled:
         cuts_experts = parallel_dims.ep == 1 or parallel_dims.etp_enabled
         check_tensor_parallel(model, parallel_dims.tp, job_config.training.seq_len, cuts_experts)
+    region = use_te_linears(model, job_config, is_sharded=parallel_dims.gtp_enabled)
     if not parallel_dims.gtp_enabled:
         return _parallelize_as_titan(family, model, parallel_dims, job_config)
     check_gtp_job(job_config)
@@ -195,6 +197,7 @@ def parallelize(family: Family, model: nn.Module, parallel_dims, job_config) -> 
         )
     apply_expert_style(model, parallel_dims, job_config)
     parallelize_module(model, parallel_dims.get_mesh("gtp"), gtp_style(model, parallel_dims, job_config))
+    finish_region(region, model)
     if compiles:
         wait_before_blocks(model)
         with other_experts_stay_eager():

@@ -27,6 +27,7 @@ from titan_integration.families import families
 from titan_integration.float8 import converters_by_us
 from titan_integration.gradients import clip_exactly, correct_scale, write_whole_gradients
 from titan_integration.settings import check_gtp_job, describe, describe_gathers, gtp_config
+from titan_integration.transformer_engine import check_linear_backend
 
 
 def set_timeouts(timeout: timedelta) -> None:
@@ -89,6 +90,7 @@ class GTPTrainer(titan_train.Trainer):
             check_gtp_job(job_config)
             check_experts(job_config, num_experts)
             gtp_config(job_config)
+        check_linear_backend(job_config)
         check_checkpoint(job_config.checkpoint)
         flavor = None if family is None else family.flavors.get(job_config.model.flavor)
         attention, on_cpu = getattr(flavor, "attn_type", "sdpa"), device_type == "cpu"

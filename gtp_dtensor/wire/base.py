@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from enum import Enum
 
 import torch
+import torch.nn as nn
 
 from ..schedule import Kind
 
@@ -27,6 +28,9 @@ class Amax(Enum):
     MATRIX = "matrix"  # one for each matrix
     COLUMN = "column"  # one for each column of each matrix
     ROW = "row"  # one for each row of each matrix
+    # Not such values but what a format makes of them for all ranks alike, one for each matrix; see WireFormat.complete.
+    SCALE = "scale"
+    INVERSE = "inverse"
 
 
 class View(Enum):
@@ -65,6 +69,19 @@ class WireFormat(ABC):
     @abstractmethod
     def part_shapes(self, view: View, shape: torch.Size) -> tuple[torch.Size, ...]:
         """Of matrices of ``shape``, whose rows are a multiple of ``row_block``."""
+
+    def complete(
+        self, amax: dict[Amax, torch.Tensor], before: dict[Amax, torch.Tensor], owner: nn.Module
+    ) -> dict[Amax, torch.Tensor]:
+        """What the other methods are told of the whole weight: ``amax``, with what the format adds. Called once for each
+        quantization, on every rank.
+
+        Args:
+            amax: of the whole weight.
+            before: what this returned last, if the weight was not written since; else empty.
+            owner: the module whose weight it is.
+        """
+        return amax
 
     @abstractmethod
     def quantize(self, rows: torch.Tensor, amax: dict[Amax, torch.Tensor]) -> dict[View, Parts]:
