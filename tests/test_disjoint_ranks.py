@@ -333,7 +333,8 @@ def save_or_load(folder: str, grid: str, seed: int) -> list[float]:
     return side.train(range(3, 6))
 
 
-@pytest.mark.parametrize("grid", ["gtp3_dps2", pytest.param("dpr2_gtp3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", ["gtp3_dps2", "dpr2_gtp3"])
 def test_started_afresh_on_another_grid(rank_pool, tmp_path, grid):
     expected = rank_pool.run(8, save_or_load, str(tmp_path), "gtp6", 0, timeout=120.0)
     actual = rank_pool.run(8, save_or_load, str(tmp_path), grid, 77, timeout=120.0)

@@ -45,7 +45,7 @@ RUNS = [
     (dict(gtp=2, dpr=2), "adam"),
     pytest.param(dict(dpr=2, gtp=2), "sgd", marks=pytest.mark.slow),
     pytest.param(dict(gtp=2, dps=2), "adam", marks=pytest.mark.slow),
-    (dict(dps=4, gtp=1), "sgd"),
+    pytest.param(dict(dps=4, gtp=1), "sgd", marks=pytest.mark.slow),
 ]
 
 

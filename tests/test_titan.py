@@ -298,7 +298,7 @@ def test_a_dead_rank_takes_the_others_down(cache, tmp_path):
 @pytest.mark.parametrize(
     "num_ranks, options, message",
     [
-        (
+        slow(
             2,
             ["--gtp.tensor_parallel_num_weight_shards=1", "--parallelism.tensor_parallel_degree=2"],
             r"tensor_parallel_num_weight_shards = 1.*tensor_parallel_degree = 2",

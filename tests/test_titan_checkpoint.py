@@ -185,7 +185,7 @@ def test_hugging_face_files_are_those_of_an_unsharded_run(jobs, tmp_path, model,
     assert found["loss"] < 1e-6 and found["grad_norm"] < 1e-6
 
 
-@pytest.mark.parametrize("mode, killed", [("disabled", "1"), slow("async", "0"), slow("async", "0,1")])
+@pytest.mark.parametrize("mode, killed", [slow("disabled", "1"), slow("async", "0"), slow("async", "0,1")])
 def test_a_run_killed_in_a_save_continues_from_the_save_before(jobs, tmp_path, mode, killed):
     """In the second save over a folder that was whole, of a run that went back."""
     saving = jobs.once("async_gtp2", "gtp2", *EVERY_STEP, "--checkpoint.async_mode=async")
