@@ -15,12 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from . import compiled
 from .functional import (
-    Edge,
-    engine_edges,
     fast_apply,
+    gathered_backward,
     once_differentiable,
-    param_edge,
-    reduce_weight_grad,
     use_small,
 )
 from .local import Groups
@@ -82,26 +79,13 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
         (x,) = ctx.saved_tensors
         weight, param, products, num_writes = ctx.use
-        runtime = weight.runtime
-        edges = engine_edges()
-        grad_x = grad_weight = None
-        dgrad_first = not runtime.config.wgrad_before_dgrad
-        lease = None
-        if edges[0] is not Edge.UNUSED:
-            lease = runtime.acquire(weight, Kind.BACKWARD, True, num_writes, waits=dgrad_first)
-        else:
-            runtime.enter()
-        if lease is not None and dgrad_first:
-            grad_x = products.input_grad(grad_y, lease, ctx.num_rows)
-            runtime.release(lease)
-        weight_edge = param_edge(param, edges[1])
-        if weight_edge is not Edge.UNUSED:
-            runtime.reducer.make_room()
-            grad_weight = reduce_weight_grad(weight, param, products.weight_grad(grad_y, x), weight_edge)
-        if lease is not None and not dgrad_first:
-            lease.wait()
-            grad_x = products.input_grad(grad_y, lease, ctx.num_rows)
-            runtime.release(lease)
+        grad_x, grad_weight = gathered_backward(
+            weight,
+            param,
+            num_writes,
+            lambda lease: products.input_grad(grad_y, lease, ctx.num_rows),
+            lambda: products.weight_grad(grad_y, x),
+        )
         return grad_x, grad_weight, None, None, None
 
 
@@ -142,10 +126,7 @@ def grouped_linear(
     gemms = module.__dict__.get(GROUPED_GEMMS)
     if is_dynamo_compiling():
         if gemms is not None:
-            raise NotImplementedError(
-                f"grouped GEMMs of {type(module).__name__} in {gemms.name} are not served in compiled code yet: leave it "
-                "uncompiled (torch.compiler.disable)"
-            )
+            _refuse_compiled(module, gemms.name)
         return compiled.grouped_linear(module, name, x, offsets, splits)
     state: ModuleState | None = module.__dict__.get(STATE)
     if state is None and gemms is not None:
@@ -171,3 +152,10 @@ def grouped_linear(
     if gemms is not None:
         return gemms.apply(x, w, groups)
     return groups.product(x, w if dtype is None else w.to(dtype))
+
+
+def _refuse_compiled(module: nn.Module, what: str) -> None:
+    raise NotImplementedError(
+        f"grouped GEMMs of {type(module).__name__} in {what} are not served in compiled code yet: leave it uncompiled "
+        "(torch.compiler.disable)"
+    )

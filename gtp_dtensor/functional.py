@@ -240,6 +240,44 @@ def _input_grad(lease: Lease, rows: torch.Tensor, dtype: torch.dtype | None, sha
 _apply_linear = fast_apply(_Linear)
 
 
+def gathered_backward(
+    weight: ShardedWeight,
+    param: nn.Parameter,
+    num_writes: int,
+    input_grad: Callable[[Lease], torch.Tensor],
+    weight_grad: Callable[[], torch.Tensor],
+) -> tuple[torch.Tensor | None, DTensor | None]:
+    """What the backward of an autograd function whose first two inputs are x and ``param`` returns for them.
+
+    ``_Linear`` has this written out: it is used most, and each call costs.
+
+    Args:
+        num_writes: of ``weight``, in the forward.
+        input_grad: the gradient of x, from the weight that the lease holds.
+        weight_grad: the gradient of the gathered weight, in memory of its own.
+    """
+    runtime = weight.runtime
+    edges = engine_edges()
+    grad_x = grad_weight = lease = None
+    dgrad_first = not runtime.config.wgrad_before_dgrad
+    if edges[0] is not _UNUSED:
+        lease = runtime.acquire(weight, _BACKWARD, True, num_writes, waits=dgrad_first)
+    else:
+        runtime.enter()
+    if lease is not None and dgrad_first:
+        grad_x = input_grad(lease)
+        runtime.release(lease)
+    weight_edge = param_edge(param, edges[1])
+    if weight_edge is not _UNUSED:
+        runtime.reducer.make_room()
+        grad_weight = reduce_weight_grad(weight, param, weight_grad(), weight_edge)
+    if lease is not None and not dgrad_first:
+        lease.wait()
+        grad_x = input_grad(lease)
+        runtime.release(lease)
+    return grad_x, grad_weight
+
+
 def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """``module(x)`` for a linear whose weight is sharded."""
     if is_dynamo_compiling():

@@ -22,6 +22,7 @@ def te_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def is_grouped(cls: type[nn.Module]) -> bool:
+    """Whether ``cls`` is or derives from TE's GroupedLinear."""
     return te_class(cls).__name__ == GROUPED
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Slot:
+    """Memory for one piece of a gradient from each peer, with the signals that order who writes and who reads it."""
+
     memory: torch.Tensor  # ours: one part for each peer
     at: dict[int, Address]  # where our part of each peer's slot begins
     take_room: Callable[[Lane, str], None]

@@ -22,6 +22,7 @@ def sum_slots(
     IS_ONE_RUN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """``num`` elements of the sum of ``SIZE`` ranks' parts in rank order, a program for each ``BLOCK`` of them."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < num
     stride = tl.cast(stride, tl.int64)

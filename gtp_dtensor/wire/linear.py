@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from .. import compiled
-from ..functional import Edge, engine_edges, once_differentiable, param_edge, reduce_weight_grad, use_small
+from ..functional import gathered_backward, once_differentiable, use_small
 from ..layout import TPLayout
 from ..local import cast_inputs, linear_on_tp
 from ..members import weight_of
@@ -71,39 +71,18 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
         (x,) = ctx.saved_tensors
         weight, param, gemms, owes_tp_sum, num_writes = ctx.use
-        runtime = weight.runtime
-        edges = engine_edges()
-        grad_x = grad_weight = None
         rows = grad_y.reshape(-1, grad_y.shape[-1])
-        dgrad_first = not runtime.config.wgrad_before_dgrad
-        lease = None
-        if edges[0] is not Edge.UNUSED:
-            lease = runtime.acquire(weight, Kind.BACKWARD, True, num_writes, waits=dgrad_first)
-        else:
-            runtime.enter()
-        if lease is not None and dgrad_first:
-            grad_x = _input_grad(gemms, rows, lease)
-        weight_edge = param_edge(param, edges[1])
-        if weight_edge is not Edge.UNUSED:
-            runtime.reducer.make_room()
+
+        def weight_grad() -> torch.Tensor:
             grad = gemms.weight_grad(rows, x.reshape(-1, x.shape[-1]))
-            if owes_tp_sum:
-                grad = DTensor.from_local(grad, weight.tp.mesh, (Partial(),), run_check=False)
-            grad_weight = reduce_weight_grad(weight, param, grad, weight_edge)
-            del grad
-        if lease is not None and not dgrad_first:
-            lease.wait()
-            grad_x = _input_grad(gemms, rows, lease)
+            return DTensor.from_local(grad, weight.tp.mesh, (Partial(),), run_check=False) if owes_tp_sum else grad
+
+        grad_x, grad_weight = gathered_backward(
+            weight, param, num_writes, lambda lease: gemms.input_grad(rows, lease), weight_grad
+        )
         if grad_x is not None:
             grad_x = grad_x.reshape(*grad_y.shape[:-1], grad_x.shape[-1])
         return grad_x, grad_weight, None, None, None, None
-
-
-def _input_grad(gemms: GEMMs, rows: torch.Tensor, lease: Lease) -> torch.Tensor:
-    """``rows`` W. Releases the lease."""
-    grad_x = gemms.input_grad(rows, lease)
-    lease.weight.runtime.release(lease)
-    return grad_x
 
 
 def linear(module: nn.Linear, x: torch.Tensor, make: type[GEMMs]) -> torch.Tensor:
