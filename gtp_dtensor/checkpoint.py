@@ -16,6 +16,7 @@ import dataclasses
 import importlib
 import io
 import os
+import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
@@ -322,11 +323,16 @@ def _load_tensor(part: Slice) -> torch.Tensor:
     """What a chunk's file holds. A weight that torchao's float8 training made a subclass of, for FSDP2 to gather in
     float8, is given as it was before that."""
     part.seek(0)
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(part)
-    if any(name.startswith("torchao.float8.") for name in names):
+    try:
+        tensor = torch.load(part, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        part.seek(0)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(part)
+        if not any(name.startswith("torchao.float8.") for name in names):
+            raise
         importlib.import_module("torchao.float8")  # declares its classes safe to load
-    part.seek(0)
-    tensor = torch.load(part, map_location="cpu", weights_only=True)
+        part.seek(0)
+        tensor = torch.load(part, map_location="cpu", weights_only=True)
     return tensor._tensor if type(tensor).__name__ == "WeightWithDynamicFloat8CastTensor" else tensor
 
 
