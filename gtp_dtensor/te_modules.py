@@ -36,6 +36,14 @@ def uses_protocol(base: type[nn.Module], module: nn.Module) -> bool:
 
 # ---- what is refused
 
+_SUPPORT = {  # TE's functions that know whether a device has the kernels of a quantizer
+    "Float8Quantizer": "is_fp8_available",
+    "Float8CurrentScalingQuantizer": "is_fp8_available",
+    "Float8BlockQuantizer": "is_fp8_block_scaling_available",
+    "MXFP8Quantizer": "is_mxfp8_available",
+    "NVFP4Quantizer": "is_nvfp4_available",
+}
+
 
 def _version() -> str:
     return getattr(sys.modules.get("transformer_engine"), "__version__", "of an unknown version")
@@ -69,7 +77,7 @@ def refusal(module: nn.Module) -> str | None:
         return f"{overlaps[0]}=True communicates in TE's own buffers, untested under GTP: build it without"
     if getattr(module, "fsdp_group", None) is not None:
         return "it was given to TE's own FSDP, which cuts what GTP cuts: use one of them"
-    return _tp_refusal(module, name)
+    return _tp_refusal(module, name) or _device_refusal(module)
 
 
 def _tp_refusal(module: nn.Module, name: str) -> str | None:
@@ -80,6 +88,20 @@ def _tp_refusal(module: nn.Module, name: str) -> str | None:
         return f"tp_size={tp_size} without a group, so it is not known which ranks hold its other parts: pass tp_group="
     if name not in ("Linear", NORM_LINEAR):
         return f"{name} with tp_size={tp_size}: of TE's classes Linear and LayerNormLinear can be tensor parallel under GTP"
+    return None
+
+
+def _device_refusal(module: nn.Module) -> str | None:
+    """Kernels of TE's that a device lacks may do nothing there, and leave weights of whatever was in memory."""
+    if not getattr(module, "primary_weights_in_fp8", False):
+        return None
+    for kind in sorted({type(quantizer).__name__ for quantizer in module.quantizers["scaling_fwd"]} & _SUPPORT.keys()):
+        is_available, why = getattr(sys.modules["transformer_engine.pytorch"], _SUPPORT[kind])(return_reason=True)
+        if not is_available:
+            return (
+                f"quantized_model_init made it for TE's {kind}, whose kernels this device does not have ({why}): choose "
+                "another recipe, such as Float8CurrentScaling, or another device"
+            )
     return None
 
 

@@ -153,6 +153,11 @@ def _check_shape(fqn: str, wire: WireFormat, shape: torch.Size, param: torch.Ten
             f"which do not divide {shape[-1]}; name another format for it, such as "
             f"wire_format_overrides={{'{below}': 'fp8_rowwise'}} or 'bf16'"
         )
+    if not wire.fills_rows and shape[-2] % wire.row_block:
+        raise ValueError(
+            f"{fqn} of shape {tuple(param.shape)}{tp}: wire format '{wire.name}' has blocks of {wire.row_block} rows, which do "
+            f"not divide {shape[-2]}, and its GEMMs read whole blocks: pad it, or make it in high precision"
+        )
     row_dim = len(shape) - 2
     cuts_rows = isinstance(param, DTensor) and any(p.is_shard(row_dim) for p in param.placements)
     if cuts_rows and shape[-2] % wire.row_block:

@@ -26,6 +26,8 @@ from tests.te_stand_in_tensors import (
     Float8Tensor,
     MXFP8Quantizer,
     MXFP8Tensor,
+    NVFP4Quantizer,
+    NVFP4Tensor,
     QuantizedTensor,
 )
 
@@ -39,7 +41,7 @@ class Recipe:
     backward_override = None
 
     def __init__(self, kind):
-        self.kind = kind  # "delayed", "current", "block" or "mx"
+        self.kind = kind  # "delayed", "current", "block", "mx" or "nv"
 
     def delayed(self):
         return self.kind == "delayed"
@@ -74,7 +76,13 @@ def quantized_model_init(recipe, enabled=True, preserve_high_precision_init_val=
         _FP8.init_recipe = None
 
 
-_QUANTIZERS = {"current": Float8CurrentScalingQuantizer, "block": Float8BlockQuantizer, "mx": MXFP8Quantizer}
+_QUANTIZERS = {
+    "current": Float8CurrentScalingQuantizer,
+    "block": Float8BlockQuantizer,
+    "mx": MXFP8Quantizer,
+    "nv": NVFP4Quantizer,
+}
+_SUPPORTED = ("is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available")
 
 
 class _Scaling:
@@ -103,7 +111,7 @@ def _is_distributed(weight):
 def _gemm_operand(tensor, is_backward=False):
     if not isinstance(tensor, QuantizedTensor):
         return tensor
-    return tensor.for_backward() if is_backward and isinstance(tensor, MXFP8Tensor) else tensor.dequantize()
+    return tensor.for_backward() if is_backward and hasattr(tensor, "for_backward") else tensor.dequantize()
 
 
 def _num_held(tensor):
@@ -406,8 +414,8 @@ _MODULES = {
     "module.layernorm_mlp": (LayerNormMLP,),
     "module.base": (_Base,),
     "ops.basic.rmsnorm": (RMSNorm,),
-    "tensor": (Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor, QuantizedTensor),
-    "quantizers": (Float8Quantizer, Float8CurrentScalingQuantizer, Float8BlockQuantizer, MXFP8Quantizer),
+    "tensor": (Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor, NVFP4Tensor, QuantizedTensor),
+    "quantizers": (Float8Quantizer, *_QUANTIZERS.values()),
 }
 for _name, _classes in _MODULES.items():
     for _class in _classes:
@@ -423,6 +431,7 @@ def installed(version="2.20.2"):
     for classes in _MODULES.values():
         vars(package).update({one.__name__: one for one in classes})
     vars(package).update(autocast=autocast, quantized_model_init=quantized_model_init)
+    vars(package).update(dict.fromkeys(_SUPPORTED, lambda return_reason: (True, "")))
     ours["transformer_engine"].pytorch = package
     recipes = {"DelayedScaling": "delayed", "Float8CurrentScaling": "current", "Float8BlockScaling": "block"}
     common = ours["transformer_engine.common"] = types.ModuleType("transformer_engine.common")
@@ -431,7 +440,7 @@ def installed(version="2.20.2"):
     name = "transformer_engine.pytorch.distributed_weight"
     if tuple(map(int, version.split("."))) >= (2, 19):
         ours[name] = types.ModuleType(name)
-    bound = [f"gtp_dtensor.wire.te_{name}" for name in ("float8", "mx")]  # hold classes of the one that they met
+    bound = [f"gtp_dtensor.wire.te_{name}" for name in ("float8", "mx", "nvfp4")]  # hold classes of the one that they met
     others = [key for key in sys.modules if key.startswith("transformer_engine") or key in bound]
     before = {key: sys.modules.pop(key) for key in others}
     sys.modules.update(ours)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from transformer_engine.pytorch import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
@@ -51,10 +52,16 @@ def wire_for(module: nn.Module) -> WireFormat:
         from .te_mx import MXScaling
 
         return MXScaling(quantizers[0])
-    one_dim = ", with blocks along one dim," if kind is Float8BlockQuantizer else ""
+    how = "with blocks along one dim" if kind is Float8BlockQuantizer else None
+    if kind.__name__ == "NVFP4Quantizer":
+        from .te_nvfp4 import NVScaling, unserved
+
+        how = unserved(quantizers[0])
+        if how is None:
+            return NVScaling()
     raise ValueError(
         f"{type(module).__name__} with {module.num_gemms if hasattr(module, 'num_gemms') else 1} weights made in FP8 by "
-        f"TransformerEngine's {kind.__name__}{one_dim}: such weights do not travel quantized; use wire_format='bf16' (or "
+        f"TransformerEngine's {kind.__name__}{'' if how is None else f', {how},'}: such weights do not travel quantized; use wire_format='bf16' (or "
         "wire_format_overrides), and TE quantizes them where they are used"
     )
 
@@ -72,6 +79,12 @@ def quantized_for_backward(weight: torch.Tensor, quantizer: object, scale: torch
     quantizer.set_usage(rowwise=True, columnwise=True)
     quantizer.internal = False
     return quantizer(weight)
+
+
+def padded_to_tiles(scales: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
+    """``scales`` of a matrix with zeros behind them, up to whole tiles."""
+    missing = [-size % length for size, length in zip(scales.shape, tile)]
+    return F.pad(scales, (0, missing[1], 0, missing[0]))
 
 
 class TEFormat(WireFormat):
