@@ -41,8 +41,10 @@ from .te_modules import (
     te_class,
     uses_protocol,
 )
+from .te_state import plain_class, state_methods
 from .te_weight import WeightUse, attach
 from .wire import WireFormat
+from .wires import is_te
 
 # ---- parameters as GTP takes them
 
@@ -294,8 +296,17 @@ def overrides(base: type[nn.Module]) -> dict[str, object]:
         if prefix + STACK not in state_dict and all(name in state_dict for name in names):
             state_dict[prefix + STACK] = torch.stack([state_dict.pop(name) for name in names])
 
-    ours = (reset_parameters, set_activation_dtype, _remap_grouped_weight_state_dict_keys)
-    return {SHARDED: True, **{method.__name__: method for method in ours if hasattr(base, method.__name__)}}
+    def _update_weight_quantizers(self: nn.Module) -> None:
+        """Nothing: parameters are in high precision."""
+
+    ours = (
+        reset_parameters,
+        set_activation_dtype,
+        _remap_grouped_weight_state_dict_keys,
+        _update_weight_quantizers,
+    )
+    methods = {method.__name__: method for method in ours if hasattr(base, method.__name__)}
+    return {SHARDED: True, **methods, **state_methods(base)}
 
 
 def _initialise(module: nn.Module, name: str, param: nn.Parameter) -> None:
@@ -308,6 +319,26 @@ def _initialise(module: nn.Module, name: str, param: nn.Parameter) -> None:
     is_stack = name == STACK and is_grouped(type(module))
     for part in [param[index] for index in range(module.num_gemms)] if is_stack else [param]:
         meta.init_fn(part)
+
+
+# ---- state
+
+
+def plain_extra_state(model: nn.Module) -> nn.Module:
+    """Give TE's modules in ``model``, which GTP does not shard, the ``_extra_state`` that they have under it: scales and
+    histories of delayed scaling as bytes (uint8, on the CPU) in place of a pickle, which TE does not load by default.
+
+    Checkpoints then load into sharded and unsharded models alike, through ``CheckedLoadPlanner`` also into modules that
+    have not run. TE's own pickles still load where TE allows it (``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``).
+
+    Returns:
+        ``model``, with other classes for these modules.
+    """
+    for module in model.modules():
+        cls = type(module)
+        if is_te(cls) and SHARDED not in vars(cls) and state_methods(cls):
+            module.__class__ = plain_class(cls)
+    return model
 
 
 # ---- amax

@@ -8,7 +8,10 @@ are those of TE 2.20. tests/test_te_gpu.py runs the real one.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
+import os
+import pickle
 import sys
 import types
 import weakref
@@ -37,10 +40,15 @@ HISTORY = 4
 # ---- recipes and autocast
 
 
+class Format(enum.Enum):
+    E4M3, HYBRID = range(2)
+
+
 class Recipe:
     backward_override = None
 
-    def __init__(self, kind):
+    def __init__(self, kind, amax_history_len=HISTORY, fp8_format=Format.HYBRID):
+        self.amax_history_len, self.fp8_format = amax_history_len, fp8_format
         self.kind = kind  # "delayed", "current", "block", "mx" or "nv"
 
     def delayed(self):
@@ -52,12 +60,13 @@ class _FP8:
 
     recipe: Recipe | None = None
     init_recipe: Recipe | None = None
-    region: dict = {}  # modules that ran
+    region: dict = {}  # modules that ran; the backward of the first updates the scales of all their backwards
+    group = None
 
 
 @contextlib.contextmanager
 def autocast(recipe, amax_reduction_group=None, enabled=True):
-    _FP8.recipe, _FP8.region = recipe, {}
+    _FP8.recipe, _FP8.region, _FP8.group = recipe, {}, amax_reduction_group
     try:
         yield
     finally:
@@ -86,8 +95,8 @@ _SUPPORTED = ("is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_av
 
 
 class _Scaling:
-    def __init__(self, num):
-        self.scale, self.amax_history = torch.ones(num), torch.zeros(HISTORY, num)
+    def __init__(self, num, length):
+        self.scale, self.amax_history = torch.ones(num), torch.zeros(length, num)
 
     def reset(self):
         self.scale.fill_(1.0), self.amax_history.zero_()
@@ -127,7 +136,8 @@ class _GEMMs(torch.autograd.Function):
     """All three linears: with a norm before it, with several experts, or neither."""
 
     @staticmethod
-    def forward(ctx, inp, module, splits, norm_weight, *tensors):
+    def forward(ctx, inp, called, splits, norm_weight, *tensors):
+        module, ctx.region = called
         num = len(splits)
         weights, biases = tensors[:num], tensors[num:]
         kind = module.kind
@@ -168,6 +178,9 @@ class _GEMMs(torch.autograd.Function):
         inp, *saved = ctx.saved_tensors
         rows, weights, norm_weight = saved[:num], saved[num : 2 * num], saved[-1]
         is_dist = _is_distributed(weights[0])
+        if "scaling_bwd" in module.fp8_meta:
+            amax = module.fp8_meta["scaling_bwd"].amax_history[0]
+            amax.copy_(torch.maximum(amax, grad_y.abs().amax()))
         grads = [part.contiguous() for part in grad_y.reshape(-1, grad_y.shape[-1]).split(splits)]
         buffers = None
         wants_input = kind == "norm" or ctx.needs_input_grad[0]
@@ -211,6 +224,8 @@ class _GEMMs(torch.autograd.Function):
             scaled = grad_x * norm_weight
             grad_x = rstd * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
         biases = [g.sum(0) for g in grads] if num_biases else []
+        for part in ctx.region[0] if ctx.region and "scaling_bwd" in module.fp8_meta else ():
+            part.fp8_meta["scaling_bwd"].roll(ctx.region[1])
         return grad_x, None, None, grad_norm, *wgrads, *biases
 
 
@@ -259,16 +274,21 @@ class _Base(nn.Module):
                 self._parameters[name] = quantized
 
     def init_fp8(self, recipe, num):
-        if recipe is None or self.fp8_meta.get("recipe") is recipe:
+        if recipe is not None and self.fp8_meta.get("recipe") is not recipe:
+            self.fp8_meta |= {"recipe": recipe, "num_gemms": num}
+            self.init_fp8_meta_tensors(recipe)
+
+    def init_fp8_meta_tensors(self, recipe):
+        num, meta = self.fp8_meta["num_gemms"], self.fp8_meta
+        if recipe.kind != "delayed":
+            self.quantizers["scaling_fwd"] = [_QUANTIZERS[recipe.kind]() for _ in range(3 * num)]
             return
-        self.fp8_meta["recipe"] = recipe
-        if recipe.kind == "delayed":
-            state = self.fp8_meta["scaling_fwd"] = _Scaling(3 * num)
-            scales = range(3 * num)
-            made = [Float8Quantizer(state.scale[i : i + 1], state.amax_history[0][i : i + 1], None) for i in scales]
-        else:
-            made = [_QUANTIZERS[recipe.kind]() for _ in range(3 * num)]
-        self.quantizers["scaling_fwd"] = made
+        if "scaling_fwd" not in meta:
+            meta["scaling_fwd"], meta["scaling_bwd"] = (_Scaling(n * num, recipe.amax_history_len) for n in (3, 2))
+        state = meta["scaling_fwd"]
+        assert len(state.amax_history) == recipe.amax_history_len
+        pairs = zip(state.scale.split(1), state.amax_history[0].split(1))
+        self.quantizers["scaling_fwd"] = [Float8Quantizer(scale, amax, None) for scale, amax in pairs]
 
     def all_quantizers(self):
         num = getattr(self, "num_gemms", 1)
@@ -291,30 +311,34 @@ class _Base(nn.Module):
         self.__dict__["activation_dtype"] = inp.dtype
 
     def get_extra_state(self):
-        state = self.fp8_meta.get("scaling_fwd")
-        if state is None:
+        if "scaling_fwd" not in self.fp8_meta:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.cat([state.scale, state.amax_history.flatten()]).view(torch.uint8)
+        state = {way: vars(self.fp8_meta[way]) for way in ("scaling_fwd", "scaling_bwd")}
+        return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
     def set_extra_state(self, saved):
-        if saved.numel():
-            self.init_fp8(Recipe("delayed"), getattr(self, "num_gemms", 1))
-            state = self.fp8_meta["scaling_fwd"]
-            values = saved.clone().view(torch.float32)
-            state.scale.copy_(values[: state.scale.numel()])
-            state.amax_history.copy_(values[state.scale.numel() :].view(HISTORY, -1))
+        if saved.numel() == 0:
+            return
+        if os.getenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE") != "1":
+            raise RuntimeError("Refusing to load pickled Transformer Engine extra state")
+        self.init_fp8(Recipe("delayed"), getattr(self, "num_gemms", 1))
+        for way, values in pickle.loads(saved.numpy().tobytes()).items():
+            for name, value in values.items():
+                getattr(self.fp8_meta[way], name).copy_(value)
 
     def _call(self, inp, splits, norm_weight, weights, biases, is_first_microbatch):
         self.set_activation_dtype(inp)
         self.fp8 = _FP8.recipe is not None
         self.init_fp8(_FP8.recipe, len(splits))
+        region = None
         if self.fp8:
+            region = None if _FP8.region else (_FP8.region, _FP8.group)
             _FP8.region[self] = True
         if is_first_microbatch is not None:
             self._fp8_workspaces["weight"] = weights[0]
         if not self.fp8:
             weights = [w.dequantize() if isinstance(w, QuantizedTensor) else w for w in weights]
-        return _GEMMs.apply(inp, self, splits, norm_weight, *weights, *biases)
+        return _GEMMs.apply(inp, (self, region), splits, norm_weight, *weights, *biases)
 
 
 class Linear(_Base):
@@ -436,11 +460,14 @@ def installed(version="2.20.2"):
     recipes = {"DelayedScaling": "delayed", "Float8CurrentScaling": "current", "Float8BlockScaling": "block"}
     common = ours["transformer_engine.common"] = types.ModuleType("transformer_engine.common")
     common.recipe = ours["transformer_engine.common.recipe"] = types.ModuleType("transformer_engine.common.recipe")
+    common.recipe.Format = Format
     vars(common.recipe).update({one: functools.partial(Recipe, kind) for one, kind in recipes.items()})
     name = "transformer_engine.pytorch.distributed_weight"
     if tuple(map(int, version.split("."))) >= (2, 19):
         ours[name] = types.ModuleType(name)
-    bound = [f"gtp_dtensor.wire.te_{name}" for name in ("float8", "mx", "nvfp4")]  # hold classes of the one that they met
+    bound = [
+        f"gtp_dtensor.wire.te_{name}" for name in ("float8", "mx", "nvfp4")
+    ]  # hold classes of the one that they met
     others = [key for key in sys.modules if key.startswith("transformer_engine") or key in bound]
     before = {key: sys.modules.pop(key) for key in others}
     sys.modules.update(ours)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from gtp_dtensor import CheckedLoadPlanner, GTPConfig, GTPStyle, materialized, reset_stats, stats
 from gtp_dtensor.layout import RowCut
 from gtp_dtensor.members import STATE
-from gtp_dtensor.te import amax_group
+from gtp_dtensor.te import amax_group, plain_extra_state
 from gtp_dtensor.te_weight import TEWeight, WeightUse
 from gtp_dtensor.wire import Amax
 from tests import te_stand_in as te
@@ -447,6 +447,7 @@ def test_initialisation_and_state(mesh, rank, tmp_path):
         state["1.weight"] = torch.empty(2, DIM, DIM)
         for index in range(2):
             del state[f"1.weight{index}"]
+        plain_extra_state(fresh)
         assert state["0._extra_state"].numel() == 0
         load(state, checkpoint_id=tmp_path, planner=CheckedLoadPlanner())
         fresh.load_state_dict(state)
