@@ -1,7 +1,7 @@
 """TransformerEngine's own modules under GTP, several ranks on one GPU, beside unsharded ones with the same data."""
 
+import os
 from collections import Counter
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from gtp_dtensor import CheckedLoadPlanner, GTPConfig, GTPStyle, reset_stats, stats
 from gtp_dtensor.members import STATE
-from gtp_dtensor.schedule import Kind
 from tests.harness import ranks
 from tests.reference import full, relative_error, replica_options
 
@@ -292,35 +291,6 @@ def test_what_travels_is_what_te_quantizes(mesh, rank):
     assert not faults, "\n".join(faults)
 
 
-@on_four
-def test_mxfp8_is_packed_and_unpacked_without_a_gemm(mesh, rank):
-    """Both views, on a device without these GEMMs: what is made of gathered bytes is what TE makes of the whole weight."""
-    from transformer_engine.pytorch import MXFP8Quantizer
-    from transformer_engine.pytorch.constants import DType
-
-    from gtp_dtensor.wire.te_mx import MXScaling
-
-    quantizer = MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True)
-    for kind in ("Linear", "GroupedLinear"):
-        reset()
-        module = make(kind, shape=(256, 320), bias=False)
-        with mock.patch("gtp_dtensor.te.wire_of", lambda module: MXScaling(quantizer)):
-            parallelize_module(module, mesh, GTPStyle(CONFIG))
-        weight = module.__dict__[STATE].weights["weight"]
-        whole = full(module.weight)
-        stack = [whole] if kind == "Linear" else whole.unbind(0)
-        for use, way, rows, columns in ((Kind.FORWARD, "row", 320, 8), (Kind.BACKWARD, "column", 10, 256)):
-            lease = weight.runtime.acquire(weight, use)
-            tensors = weight.wire.tensors(lease, [quantizer] * len(stack), torch.bfloat16, use is Kind.BACKWARD)
-            for one, tensor in zip(stack, tensors):
-                expected = quantizer(one.contiguous())
-                assert torch.equal(getattr(tensor, f"_{way}wise_data"), getattr(expected, f"_{way}wise_data"))
-                mine, theirs = (getattr(made, f"_{way}wise_scale_inv") for made in (tensor, expected))
-                assert mine.shape == theirs.shape
-                assert torch.equal(mine[:rows, :columns], theirs[:rows, :columns])
-            weight.runtime.release(lease)
-
-
 @on_two
 @pytest.mark.parametrize("recipe_name", ["bf16", "delayed", "block"])
 def test_te_checkpoint(mesh, rank, recipe_name):
@@ -411,14 +381,11 @@ class Net(nn.Module):
 @pytest.mark.parametrize("recipe_name", ["delayed", "block"])
 def test_state_and_fused_adam(rank, recipe_name, tmp_path):
     """Trained at gtp 2 with FusedAdam, loaded at gtp 4 and into unsharded modules."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
-        check_state(rank, recipe_name, tmp_path)
-
-
-def check_state(rank, recipe_name, tmp_path):
     from transformer_engine.pytorch.optimizers import FusedAdam
 
+    from gtp_dtensor.te import plain_extra_state
+
+    assert "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE" not in os.environ
     mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dps", "gtp"))
     reset()
     recipe = recipe_of(recipe_name)
@@ -447,7 +414,7 @@ def check_state(rank, recipe_name, tmp_path):
     load(state, checkpoint_id=tmp_path, planner=CheckedLoadPlanner())
     other.load_state_dict(state)
     reset()
-    plain = Net(None)
+    plain = plain_extra_state(Net(None))
     state = dict(plain.state_dict())
     for index in range(len(SPLITS)):
         del state[f"c.weight{index}"]
@@ -462,9 +429,10 @@ def check_state(rank, recipe_name, tmp_path):
     if recipe_name == "delayed":
         for one in (other, plain):
             for part in ("a", "c"):
-                metas = [getattr(net, part).fp8_meta["scaling_fwd"] for net in (model, one)]
-                assert torch.equal(metas[0].amax_history, metas[1].amax_history), part
-                assert metas[0].scale.max() > 1
+                for way in ("scaling_fwd", "scaling_bwd"):
+                    metas = [getattr(net, part).fp8_meta[way] for net in (model, one)]
+                    assert torch.equal(metas[0].amax_history, metas[1].amax_history), part
+                    assert torch.equal(metas[0].scale, metas[1].scale) and metas[0].scale.max() > 1, part
     for one in (plain.a, plain.c):
         one.__dict__["activation_dtype"] = torch.bfloat16
     outs = []

@@ -98,11 +98,6 @@ def test_linears_are_replaced(rank_alone, recipe, stores_fp8):
             NotImplementedError,
             r"'delayed' and activation_checkpoint\.mode = 'full'.*mode 'none'",
         ),
-        (
-            ["--gtp.te_recipe=delayed", "--checkpoint.enable"],
-            NotImplementedError,
-            r"'delayed' and checkpoint\.enable.*'block'",
-        ),
         (["--checkpoint.enable", "--checkpoint.last_save_in_hf"], NotImplementedError, r"last_save_in_hf"),
     ],
 )

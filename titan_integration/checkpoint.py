@@ -7,6 +7,7 @@ The files are torchtitan's. What differs from torchtitan 0.2.2:
 * A save into a folder that exists takes the old checkpoint away first, so that a killed save does not look whole.
 * `keep_latest_k` counts whole checkpoints, so that what it leaves can be resumed from.
 * Saving disturbs nothing, also before the first optimizer step; closing waits for an asynchronous save.
+* Extra states of modules, such as scales of TransformerEngine's, are those of the step that is saved.
 * What cannot work is refused at set-up, and not at the end of the training.
 """
 
@@ -28,6 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torchtitan.components.checkpoint import (
     DATALOADER,
     LR_SCHEDULER,
@@ -203,7 +205,16 @@ class GTPCheckpointManager(CheckpointManager):
     def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args, **kwargs) -> Any:
         """torchtitan's, into a folder that is new."""
         run_on_rank_zero(lambda: _remove(checkpoint_id))
-        return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+        return super().dcp_save(self._with_extra_state(state_dict), checkpoint_id, *args, **kwargs)
+
+    def _with_extra_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """With extra states of modules as they are now. They are copies, and torchtitan keeps those of before the first
+        step; in an export it converts their bytes to the weights' dtype."""
+        keys = [key for key in state_dict if key.endswith(_EXTRA_STATE_KEY_SUFFIX)]
+        if not keys:
+            return state_dict
+        now = self.states[MODEL]._get_state_dict()
+        return state_dict | {key: now[key] for key in keys}
 
     def _purge_stale_checkpoints(self) -> None:
         """Keeps the newest k of the whole checkpoints until now and of the one that is being saved.

@@ -85,12 +85,6 @@ def check_linear_backend(job_config) -> None:
             "use recipe 'current' or 'block', or mode 'none'",
         ),
         (
-            section.te_recipe == "delayed" and checkpoints.enable,
-            "te_recipe = 'delayed' and checkpoint.enable = true, where torchtitan saves what TE's scales were before the first "
-            "step,",
-            "use recipe 'current' or 'block', which have no such state",
-        ),
-        (
             checkpoints.enable and (checkpoints.last_save_in_hf or checkpoints.initial_load_in_hf),
             "a checkpoint in Hugging Face's format (checkpoint.last_save_in_hf, initial_load_in_hf)",
             "leave these false, and convert with linear_backend = 'torch'",
@@ -163,6 +157,10 @@ def use_te_linears(model: nn.Module, job_config, *, is_sharded: bool) -> Region 
                 continue
             setattr(parent, child, _te_linear(te, fqn, linear, recipe, is_sharded))
             num_linears += 1
+    if not is_sharded:
+        from gtp_dtensor.te import plain_extra_state
+
+        plain_extra_state(model)  # so that checkpoints go both ways, and hold no pickle of TE's
     for block in model.layers.values():
         block.te_region = region
         block.__class__ = _in_region(type(block))
