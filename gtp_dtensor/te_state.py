@@ -96,9 +96,10 @@ def _make_scalings(module: nn.Module, format_name: str, sizes: list[int]) -> lis
 
 @functools.lru_cache(maxsize=None)
 def state_methods(base: type[nn.Module]) -> dict[str, object]:
-    """``get_extra_state`` and ``set_extra_state`` of a class derived from TE's ``base``; empty where it has none of TE's
-    modules'."""
-    if not te_class(base).__module__.startswith("transformer_engine.pytorch.module."):
+    """``get_extra_state`` and ``set_extra_state`` of a class derived from TE's ``base``; empty where it has none like TE's
+    modules."""
+    is_module = te_class(base).__module__.startswith("transformer_engine.pytorch.module.")
+    if not is_module or base.get_extra_state is nn.Module.get_extra_state:
         return {}
 
     def get_extra_state(self: nn.Module) -> torch.Tensor:

@@ -124,7 +124,10 @@ def _wire(module: nn.Module, name: str, fqn: str) -> WireFormat | None:
     room = gemm_room(module)
     if room is None:
         return None if name == _AUTO else wire_format(name)
-    wire = room.wire_of(module)
+    try:
+        wire = room.wire_of(module)
+    except ValueError as error:
+        raise ValueError(f"{fqn}: {error}") from error
     if name == _AUTO or wire is not None and name == wire.name:
         return wire
     raise ValueError(

@@ -325,6 +325,11 @@ class _Base(nn.Module):
         for way, values in pickle.loads(saved.numpy().tobytes()).items():
             for name, value in values.items():
                 getattr(self.fp8_meta[way], name).copy_(value)
+        self._update_weight_quantizers()  # TE does where a history's length is another
+
+    def _update_weight_quantizers(self):
+        names = [f"weight{index}" for index in range(self.num_gemms)] if self.kind == "grouped" else ["weight"]
+        assert [getattr(self, name) for name in names]
 
     def _call(self, inp, splits, norm_weight, weights, biases, is_first_microbatch):
         self.set_activation_dtype(inp)

@@ -441,3 +441,34 @@ def test_state_and_fused_adam(rank, recipe_name, tmp_path):
             outs.append(net(batch_of(rank, 9)))
     assert torch.equal(outs[0], outs[1])
     assert relative_error(outs[0], outs[2]) < 0.05  # its linear of torch computes in float32
+
+
+@on_two
+def test_states_that_te_has_pickled(mesh, rank):
+    """Load where TE is told to, with histories of another length too; and TE loads none by default."""
+    from transformer_engine.common.recipe import DelayedScaling
+
+    for kind in KINDS:
+        reset()
+        plain = make(kind)
+        plain.__dict__["activation_dtype"] = torch.bfloat16
+        with in_region(DelayedScaling(amax_history_len=6), dist.group.WORLD):
+            y = call(plain, kind, batch_of(rank))
+        y.float().square().mean().backward()
+        reset()
+        recipe = recipe_of("delayed")
+        module = make(kind, recipe)
+        parallelize_module(module, mesh, GTPStyle(CONFIG))
+        state = plain.get_extra_state()
+        with pytest.raises(RuntimeError, match="NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"):
+            module.set_extra_state(state)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
+            module.set_extra_state(state)
+        for way in ("scaling_fwd", "scaling_bwd"):
+            mine, theirs = (one.fp8_meta[way] for one in (module, plain))
+            assert torch.equal(mine.scale, theirs.scale) and mine.scale.max() > 1
+            assert torch.equal(mine.amax_history, theirs.amax_history) and len(mine.amax_history) == 6
+        with in_region(recipe, dist.group.WORLD):
+            call(module, kind, batch_of(rank, 1)).float().square().mean().backward()
+        assert len(module.fp8_meta["scaling_fwd"].amax_history) == 4 and stats(module).live_lease_bytes == 0

@@ -117,18 +117,24 @@ def test_what_is_no_state_of_this_module(mesh, rank):
             layer.set_extra_state(saved)
             mine, history = (one.fp8_meta["scaling_fwd"].amax_history for one in (layer, model[0]))
             assert torch.equal(mine[:HISTORY], history[:length]) and not mine[HISTORY:].any() and len(mine) == length
+        stateless = type("Stateless", (te.Linear,), {"get_extra_state": nn.Module.get_extra_state})
+        assert not parallelize_module(nn.Sequential(stateless(DIM, DIM)), mesh, GTPStyle())[0].state_dict().keys() - {
+            "weight",
+            "bias",
+        }
         assert plain_extra_state(layer) is layer and type(layer).__mro__[1] is te.Linear
         # TE's own.
-        plain = te.Linear(DIM, DIM)
-        with te.autocast(delayed(te.HISTORY)):
-            mean_square(plain(batch_of(rank, 0))).backward()
-        with te.quantized_model_init(delayed(te.HISTORY)):
-            sharded = parallelize_module(nn.Sequential(te.Linear(DIM, DIM)), mesh, GTPStyle())[0]
+        recipe = delayed(te.HISTORY)
+        plain = build(None)
+        with te.autocast(recipe):
+            mean_square(call(plain, batch_of(rank, 0))).backward()
+        sharded = parallelize_module(build(recipe), mesh, GTPStyle())
         with pytest.raises(RuntimeError, match="pickled Transformer Engine"):
-            sharded.set_extra_state(plain.get_extra_state())
+            sharded[0].set_extra_state(plain[0].get_extra_state())
         monkeypatch.setenv(TE_ALLOWS_PICKLES, "1")
-        sharded.set_extra_state(plain.get_extra_state())
-        assert all(map(torch.equal, scalings(sharded), scalings(plain)))
+        for mine, theirs in zip(sharded, plain):
+            mine.set_extra_state(theirs.get_extra_state())
+            assert all(map(torch.equal, scalings(mine), scalings(theirs)))
 
 
 @ranks(2)

@@ -4,6 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from titan_integration import cpu
+
+cpu.install()  # before the first import of torchtitan
+
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+
 from gtp_dtensor.te import plain_extra_state
 from tests import te_stand_in as te
 from tests.test_titan_checkpoint_manager import Run, alone, path_of  # noqa: F401
@@ -44,6 +51,28 @@ def test_extra_state_is_that_of_the_step(alone, tmp_path):  # noqa: F811
         other = Run(tmp_path / "other", model=build(), initial_load_path=path, initial_load_model_only=True)
         assert other.manager.load()
         assert all(map(torch.equal, scalings(other.model), scalings(run.model)))
+
+
+def test_hugging_face_format_has_weights_only(alone, tmp_path):  # noqa: F811
+    args = TransformerModelArgs(dim=32, n_layers=1, n_heads=4, vocab_size=64)
+    adapter = Llama3StateDictAdapter(args, None)
+
+    def run(name, seed, **settings):
+        torch.manual_seed(seed)
+        model = Transformer(args)
+        model.layers["0"].attention.wq = plain_extra_state(te.Linear(32, 32, bias=False))
+        assert "layers.0.attention.wq._extra_state" in model.state_dict()
+        return Run(tmp_path / name, model=model, sd_adapter=adapter, **settings)
+
+    with te.installed():
+        first = run("first", 1, last_save_in_hf=True, last_save_model_only=True)
+        first.manager.save(1, last_step=True)
+        path = str(path_of(tmp_path / "first", 1))
+        other = run("other", 2, initial_load_path=path, initial_load_in_hf=True, initial_load_model_only=True)
+        before = other.weights()
+        assert other.manager.load()
+        assert all(map(torch.equal, other.weights(), first.weights()))
+        assert not all(map(torch.equal, other.weights(), before))
 
 
 @pytest.mark.slow

@@ -29,7 +29,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torchtitan.components.checkpoint import (
     DATALOADER,
     LR_SCHEDULER,
@@ -41,7 +40,7 @@ from torchtitan.components.checkpoint import (
 from torchtitan.tools.logging import logger
 
 from gtp_dtensor import CheckedFileSystemReader, CheckedLoadPlanner
-from titan_integration.hugging_face import GatheringAdapter, check_names
+from titan_integration.hugging_face import GatheringAdapter, check_names, is_extra_state
 from titan_integration.optimizer import initialize_state
 from titan_integration.rank_zero import run_on_rank_zero
 
@@ -202,15 +201,16 @@ class GTPCheckpointManager(CheckpointManager):
                 self.stager = None
         super().save(curr_step, last_step)
 
-    def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args, **kwargs) -> Any:
+    def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args, to_hf: bool = False, **kwargs) -> Any:
         """torchtitan's, into a folder that is new."""
         run_on_rank_zero(lambda: _remove(checkpoint_id))
-        return super().dcp_save(self._with_extra_state(state_dict), checkpoint_id, *args, **kwargs)
+        state_dict = _weights(state_dict) if to_hf else self._with_extra_state(state_dict)
+        return super().dcp_save(state_dict, checkpoint_id, *args, to_hf=to_hf, **kwargs)
 
     def _with_extra_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """With extra states of modules as they are now. They are copies, and torchtitan keeps those of before the first
         step; in an export it converts their bytes to the weights' dtype."""
-        keys = [key for key in state_dict if key.endswith(_EXTRA_STATE_KEY_SUFFIX)]
+        keys = list(filter(is_extra_state, state_dict))
         if not keys:
             return state_dict
         now = self.states[MODEL]._get_state_dict()
@@ -294,7 +294,7 @@ class GTPCheckpointManager(CheckpointManager):
     def _load_hf(self, state_dict: dict[str, Any], folder: str, from_quantized: bool) -> None:
         adapter = self.sd_adapter
         convert = adapter.template if isinstance(adapter, GatheringAdapter) else adapter.to_hf
-        hf_state_dict = convert(state_dict)
+        hf_state_dict = convert(_weights(state_dict))
         reader = adapter.get_hf_storage_reader(folder, from_quantized)
         # Such files may have more than the model: tables of rotary embeddings, heads that predict further tokens.
         dcp.load(hf_state_dict, storage_reader=reader, planner=CheckedLoadPlanner(strict=False, casts=True))
@@ -343,6 +343,10 @@ class GTPCheckpointManager(CheckpointManager):
             f"the last checkpoint such a one): {steps}name what it lacks in checkpoint.exclude_from_loading, or start "
             "another run from it, with its path in checkpoint.initial_load_path"
         )
+
+
+def _weights(state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state_dict.items() if not is_extra_state(key)}
 
 
 def _remove(checkpoint_id: str) -> None:

@@ -61,7 +61,7 @@ def wire_for(module: nn.Module) -> WireFormat:
             return NVScaling()
     raise ValueError(
         f"{type(module).__name__} with {module.num_gemms if hasattr(module, 'num_gemms') else 1} weights made in FP8 by "
-        f"TransformerEngine's {kind.__name__}{'' if how is None else f', {how},'}: such weights do not travel quantized; use wire_format='bf16' (or "
+        f"TransformerEngine's {kind.__name__}{'' if how is None else f', {how}'}: such weights do not travel quantized; use wire_format='bf16' (or "
         "wire_format_overrides), and TE quantizes them where they are used"
     )
 
