@@ -52,6 +52,14 @@ class _FP8:
     init_recipe: Recipe | None = None
     region: dict = {}  # modules that ran
 
+    @classmethod
+    def is_fp8_enabled(cls):
+        return cls.recipe is not None
+
+    @classmethod
+    def get_fp8_recipe(cls):
+        return cls.recipe
+
 
 @contextlib.contextmanager
 def autocast(recipe, amax_reduction_group=None, enabled=True):
@@ -428,6 +436,9 @@ def installed(version="2.20.2"):
     common = ours["transformer_engine.common"] = types.ModuleType("transformer_engine.common")
     common.recipe = ours["transformer_engine.common.recipe"] = types.ModuleType("transformer_engine.common.recipe")
     vars(common.recipe).update({one: functools.partial(Recipe, kind) for one, kind in recipes.items()})
+    name = "transformer_engine.pytorch.quantization"
+    ours[name] = types.ModuleType(name)
+    ours[name].FP8GlobalStateManager = _FP8
     name = "transformer_engine.pytorch.distributed_weight"
     if tuple(map(int, version.split("."))) >= (2, 19):
         ours[name] = types.ModuleType(name)

@@ -19,7 +19,7 @@ from transformer_engine.pytorch import (
     Float8Tensor,
 )
 
-from ..te_modules import weight_quantizers
+from ..te_modules import is_op, weight_quantizers
 from .base import Amax, Parts, View, WireFormat, as_bytes, resized
 
 if TYPE_CHECKING:
@@ -41,19 +41,20 @@ def wire_for(module: nn.Module) -> WireFormat:
     """
     quantizers = weight_quantizers(module)
     kind = type(quantizers[0])
-    if kind is Float8Quantizer:
+    # te.ops forgets its scales in each call outside of an autocast.
+    if kind is Float8Quantizer and not is_op(type(module)):
         return DelayedScaling()
     if kind is Float8CurrentScalingQuantizer:
         return CurrentScaling(quantizers[0].force_pow_2_scales, quantizers[0].amax_epsilon)
     if kind is Float8BlockQuantizer and quantizers[0].block_scaling_dim == 2:
         return BlockScaling(quantizers[0])
-    if kind.__name__ == "MXFP8Quantizer":
+    if kind.__name__ == "MXFP8Quantizer" and not is_op(type(module)):
         from .te_mx import MXScaling
 
         return MXScaling(quantizers[0])
     one_dim = ", with blocks along one dim," if kind is Float8BlockQuantizer else ""
     raise ValueError(
-        f"{type(module).__name__} with {module.num_gemms if hasattr(module, 'num_gemms') else 1} weights made in FP8 by "
+        f"{type(module).__name__} with {len(quantizers)} weights made in FP8 by "
         f"TransformerEngine's {kind.__name__}{one_dim}: such weights do not travel quantized; use wire_format='bf16' (or "
         "wire_format_overrides), and TE quantizes them where they are used"
     )
