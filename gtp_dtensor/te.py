@@ -153,7 +153,8 @@ def _tp_placement(module: nn.Module, name: str) -> Shard | Replicate | None:
         return Replicate()
     if name.endswith("bias"):
         return Shard(0) if mode == "column" else Replicate()
-    return Shard(0) if mode == "column" else Shard(1)
+    num_leading = int(name == STACK and is_grouped(type(module)))
+    return Shard(num_leading + (mode == "row"))
 
 
 # ---- formats
@@ -171,6 +172,8 @@ def wire_of(module: nn.Module) -> WireFormat | None:
     """
     if not has_fp8_parameters(module) or not uses_protocol(type(module), module):
         return None
+    if is_op(type(module)):
+        te_ops.check_format(module)
     from .wire.te_float8 import wire_for
 
     return wire_for(module)

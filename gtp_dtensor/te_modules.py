@@ -97,8 +97,8 @@ def _tp_refusal(module: nn.Module, name: str) -> str | None:
         return None
     if getattr(module, "tp_group", None) is None:
         return f"tp_size={tp_size} without a group, so it is not known which ranks hold its other parts: pass tp_group="
-    if name not in ("Linear", NORM_LINEAR):
-        return f"{name} with tp_size={tp_size}: of TE's classes Linear and LayerNormLinear can be tensor parallel under GTP"
+    if name not in PROTOCOL:
+        return f"{name} with tp_size={tp_size}: of TE's classes {', '.join(PROTOCOL)} can be tensor parallel under GTP"
     return None
 
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from .functional import Edge, edge_to, param_edge, reduce_small_grad, reduce_weight_grad
 from .init import logical_init
 from .members import STATE, ModuleState, small_of, state_members, weight_of
-from .te_modules import STACK, num_experts, recipe_in_force, stack_experts
+from .te_modules import STACK, num_experts, recipe_in_force, stack_experts, weight_quantizers
 from .te_weight import TEWeight, WeightUse
 from .weight import Lease
 
@@ -154,6 +154,17 @@ def overrides(base: type[nn.Module]) -> dict[str, Callable]:
             _load_from_state_dict,
         )
     }
+
+
+def check_format(module: nn.Module) -> None:
+    """Raise ``ValueError`` where weights made in FP8 cannot travel so."""
+    kind = type(weight_quantizers(module)[0]).__name__
+    if kind not in ("Float8CurrentScalingQuantizer", "Float8BlockQuantizer"):
+        raise ValueError(
+            f"{type(module).__name__} of te.ops with {num_experts(module)} weights made in FP8 by TransformerEngine's {kind}, which "
+            "te.ops forgets in each call outside of an autocast: use wire_format='bf16' (or wire_format_overrides), and TE "
+            "quantizes them where they are used"
+        )
 
 
 def _fqn(module: nn.Module, name: str) -> str:

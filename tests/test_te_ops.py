@@ -279,7 +279,9 @@ def test_what_cannot_be_served_is_refused_by_name(mesh):
         model = parallelize_module(ops.GroupedLinear(2, 32, 32), mesh, GTPStyle())
         with te.quantized_model_init(te.Recipe("delayed")):  # scales that TE's pipelines forget
             delayed = ops.GroupedLinear(2, 32, 32)
-        with pytest.raises(ValueError, match=r"GroupedLinear with 2 weights .*Float8Quantizer.*wire_format='bf16'"):
+        with pytest.raises(
+            ValueError, match=r"GroupedLinear of te.ops with 2 weights .*Float8Quantizer.*wire_format='bf16'"
+        ):
             parallelize_module(delayed, mesh, GTPStyle())
         parallelize_module(delayed, mesh, GTPStyle(GTPConfig(wire_format="bf16")))
         recipe = te.Recipe("current")

@@ -50,12 +50,14 @@ class WireFormat(ABC):
         amaxes: what :meth:`quantize` is told, in this order; MATRIX is always among them, and finds values that are
             not finite.
         has_columns: whether View.COLUMNS is made and travels.
+        spans_tp: whether MATRIX is of the logical matrix; else of this rank's tensor-parallel slice of it.
     """
 
     name: str
     column_block = 1
     row_block = 1
     has_columns = False
+    spans_tp = True
     amaxes: tuple[Amax, ...] = (Amax.MATRIX,)
 
     def view_of(self, kind: Kind) -> View:

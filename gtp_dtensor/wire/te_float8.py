@@ -19,7 +19,7 @@ from transformer_engine.pytorch import (
     Float8Tensor,
 )
 
-from ..te_modules import is_op, weight_quantizers
+from ..te_modules import weight_quantizers
 from .base import Amax, Parts, View, WireFormat, as_bytes, resized
 
 if TYPE_CHECKING:
@@ -41,20 +41,19 @@ def wire_for(module: nn.Module) -> WireFormat:
     """
     quantizers = weight_quantizers(module)
     kind = type(quantizers[0])
-    # te.ops forgets its scales in each call outside of an autocast.
-    if kind is Float8Quantizer and not is_op(type(module)):
+    if kind is Float8Quantizer:
         return DelayedScaling()
     if kind is Float8CurrentScalingQuantizer:
         return CurrentScaling(quantizers[0].force_pow_2_scales, quantizers[0].amax_epsilon)
     if kind is Float8BlockQuantizer and quantizers[0].block_scaling_dim == 2:
         return BlockScaling(quantizers[0])
-    if kind.__name__ == "MXFP8Quantizer" and not is_op(type(module)):
+    if kind.__name__ == "MXFP8Quantizer":
         from .te_mx import MXScaling
 
         return MXScaling(quantizers[0])
     one_dim = ", with blocks along one dim," if kind is Float8BlockQuantizer else ""
     raise ValueError(
-        f"{type(module).__name__} with {len(quantizers)} weights made in FP8 by "
+        f"{type(module).__name__} with {module.num_gemms if hasattr(module, 'num_gemms') else 1} weights made in FP8 by "
         f"TransformerEngine's {kind.__name__}{one_dim}: such weights do not travel quantized; use wire_format='bf16' (or "
         "wire_format_overrides), and TE quantizes them where they are used"
     )
@@ -76,9 +75,15 @@ def quantized_for_backward(weight: torch.Tensor, quantizer: object, scale: torch
 
 
 class TEFormat(WireFormat):
-    """What TE's GEMMs read as ``tensor_class``, made by quantizers of ``quantizer_class``."""
+    """What TE's GEMMs read as ``tensor_class``, made by quantizers of ``quantizer_class``.
+
+    Under TE's own tensor parallelism each slice is quantized by itself, as TE does that: a run with GTP is then, bit for
+    bit, TE's run at the same tp without. One scale for all slices would not make it the run at tp 1, since TE scales
+    slices of inputs and gradients by themselves too. (What is stored, in high precision, does not depend on tp.)
+    """
 
     column_block = _COLUMNS
+    spans_tp = False
     quantizer_class: type
 
     def tensors(self, lease: Lease, quantizers: list, dtype: torch.dtype, is_backward: bool) -> Iterable[torch.Tensor]:
@@ -144,7 +149,8 @@ class _ScaledFloat8(TEFormat):
 
 class DelayedScaling(_ScaledFloat8):
     """With the scale of the module's quantizer at the time of quantization: kept until the weight is written, like the
-    weight of an unsharded module that is stored in FP8. The whole weight's largest value enters the amax history then."""
+    weight of an unsharded module that is stored in FP8. The weight's largest value enters the amax history then, where TE
+    takes the maximum over the amax group, tensor-parallel ranks among it, at the end of its region."""
 
     quantizer_class = Float8Quantizer
 
