@@ -68,7 +68,8 @@ class QuantizedShard:
         cut_columns = [axis for axis, dim in enumerate(dims) if dim is not None and dim > self._row_dim]
         self._knows_rows = not cut_columns
         # Model-parallel axes over which an entry is the same; other ranks' experts have entries of their own.
-        axes = {Amax.MATRIX: sorted(cut_rows + cut_columns), Amax.COLUMN: cut_rows, Amax.ROW: cut_columns}
+        of_matrix = sorted(cut_rows + cut_columns) if wire.spans_tp else []
+        axes = {Amax.MATRIX: of_matrix, Amax.COLUMN: cut_rows, Amax.ROW: cut_columns}
         self.groups = {amax: tuple(weight.tp.mesh.get_group(axis) for axis in of) for amax, of in axes.items()}
 
     def _filled(self, shape: torch.Size) -> torch.Size:

@@ -20,11 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from .functional import (
-    input_dtypes,
-    materialize,
-    use_small,
-)
+from . import te_ops
+from .functional import input_dtypes, materialize, use_small
 from .init import logical_init
 from .layout import new_dtensor
 from .local import cast_arguments
@@ -35,9 +32,13 @@ from .te_modules import (
     SHARDED,
     STACK,
     fp8_index,
+    has_fp8_parameters,
     init_meta,
     is_grouped,
+    is_op,
+    num_experts,
     refusal,
+    stack_experts,
     te_class,
     uses_protocol,
 )
@@ -78,12 +79,17 @@ class Replacements:
         for olds in self.replaced.values():
             for old in olds:
                 getattr(old, "clear_high_precision_init_val", lambda: None)()
+        for module in self._root.modules():
+            if (
+                is_te(type(module)) and "_module_groups" in module.__dict__
+            ):  # a te.ops.Sequential, which keeps parameters
+                module._module_groups = None
 
     def _of(self, module: nn.Module) -> dict[str, nn.Parameter | None]:
         params = dict(module._parameters)
         groups = {name: [param] for name, param in params.items() if param is not None}
         if is_grouped(type(module)):
-            experts = [groups.pop(f"weight{i}") for i in range(module.num_gemms)]
+            experts = [groups.pop(f"weight{i}") for i in range(num_experts(module))]
             params = {STACK: None, **{name: param for name, param in params.items() if name in groups}}
             groups[STACK] = [param for (param,) in experts]
         for name, olds in groups.items():
@@ -94,7 +100,7 @@ class Replacements:
         return params
 
     def _converted(self, module: nn.Module, name: str, olds: list[nn.Parameter]) -> nn.Parameter:
-        is_native = getattr(module, "primary_weights_in_fp8", False) and fp8_index(module, name) is not None
+        is_native = has_fp8_parameters(module) and fp8_index(module, name) is not None
         values = [_high_precision(old) if is_native else old.detach() for old in olds]
         is_stack = name == STACK and is_grouped(type(module))
         value = torch.stack(values) if is_stack else values[0]
@@ -148,7 +154,8 @@ def _tp_placement(module: nn.Module, name: str) -> Shard | Replicate | None:
         return Replicate()
     if name.endswith("bias"):
         return Shard(0) if mode == "column" else Replicate()
-    return Shard(0) if mode == "column" else Shard(1)
+    num_leading = int(name == STACK and is_grouped(type(module)))
+    return Shard(num_leading + (mode == "row"))
 
 
 # ---- formats
@@ -164,8 +171,10 @@ def wire_of(module: nn.Module) -> WireFormat | None:
     Raises:
         ValueError: a recipe whose weights cannot travel as its GEMMs read them.
     """
-    if not getattr(module, "primary_weights_in_fp8", False) or not uses_protocol(type(module), module):
+    if not has_fp8_parameters(module) or not uses_protocol(type(module), module):
         return None
+    if is_op(type(module)):
+        te_ops.check_format(module)
     from .wire.te_float8 import wire_for
 
     return wire_for(module)
@@ -177,6 +186,19 @@ def wire_of(module: nn.Module) -> WireFormat | None:
 @functools.lru_cache(maxsize=None)
 def forward_of(base: type[nn.Module]) -> Callable:
     """The forward of modules of ``base`` under GTP."""
+    if is_op(base):  # which te.ops calls for an operation by itself only; see te_ops.py
+        run = base.forward
+    else:
+        run = _module_forward(base)
+    outside = torch.compiler.disable(run, reason="TransformerEngine's modules are not compiled under GTP")
+
+    def forward(self: nn.Module, *args, **kwargs):
+        return outside(self, *args, **kwargs) if is_dynamo_compiling() else run(self, *args, **kwargs)
+
+    return forward
+
+
+def _module_forward(base: type[nn.Module]) -> Callable:
     names = list(inspect.signature(base.forward).parameters)
     flag = names.index("is_first_microbatch") - 1 if "is_first_microbatch" in names else None
 
@@ -187,12 +209,7 @@ def forward_of(base: type[nn.Module]) -> Callable:
             args = (*args[:flag], None, *args[flag + 1 :])
         return _forward(base, module, args, kwargs)
 
-    outside = torch.compiler.disable(run, reason="TransformerEngine's modules are not compiled under GTP")
-
-    def forward(self: nn.Module, *args, **kwargs):
-        return outside(self, *args, **kwargs) if is_dynamo_compiling() else run(self, *args, **kwargs)
-
-    return forward
+    return run
 
 
 def _forward(base: type[nn.Module], module: nn.Module, args: tuple, kwargs: dict) -> object:
@@ -276,6 +293,8 @@ def _local(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
 
 def overrides(base: type[nn.Module]) -> dict[str, object]:
     """What a sharded class of TE's has instead of ``base``'s methods, ``forward`` aside."""
+    if is_op(base):
+        return {SHARDED: True, **te_ops.overrides(base)}
 
     def reset_parameters(self: nn.Module, defer_init: bool | None = False) -> None:
         """Initialise the logical parameters, in place."""
@@ -292,9 +311,7 @@ def overrides(base: type[nn.Module]) -> dict[str, object]:
 
     def _remap_grouped_weight_state_dict_keys(self: nn.Module, state_dict: dict, prefix: str) -> None:
         """One stack, where the state dict has the experts by themselves."""
-        names = [f"{prefix}weight{index}" for index in range(self.num_gemms)]
-        if prefix + STACK not in state_dict and all(name in state_dict for name in names):
-            state_dict[prefix + STACK] = torch.stack([state_dict.pop(name) for name in names])
+        stack_experts(self, state_dict, prefix)
 
     def _update_weight_quantizers(self: nn.Module) -> None:
         """Nothing: parameters are in high precision."""
@@ -317,7 +334,7 @@ def _initialise(module: nn.Module, name: str, param: nn.Parameter) -> None:
             "logical weight for all: build it without"
         )
     is_stack = name == STACK and is_grouped(type(module))
-    for part in [param[index] for index in range(module.num_gemms)] if is_stack else [param]:
+    for part in [param[index] for index in range(num_experts(module))] if is_stack else [param]:
         meta.init_fn(part)
 
 

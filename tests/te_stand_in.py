@@ -63,6 +63,14 @@ class _FP8:
     region: dict = {}  # modules that ran; the backward of the first updates the scales of all their backwards
     group = None
 
+    @classmethod
+    def is_fp8_enabled(cls):
+        return cls.recipe is not None
+
+    @classmethod
+    def get_fp8_recipe(cls):
+        return cls.recipe
+
 
 @contextlib.contextmanager
 def autocast(recipe, amax_reduction_group=None, enabled=True):
@@ -132,6 +140,16 @@ def _in_fp8(weight, quantizer):
     return weight if quantizer is None or isinstance(weight, QuantizedTensor) else quantizer(weight)
 
 
+def _gathered(rows, group):
+    parts = [torch.empty_like(rows) for _ in range(group.size())]
+    dist.all_gather(parts, rows.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def _own(rows, module):
+    return rows.chunk(module.tp_size)[module.tp_group.rank()].contiguous()
+
+
 class _GEMMs(torch.autograd.Function):
     """All three linears: with a norm before it, with several experts, or neither."""
 
@@ -148,15 +166,19 @@ class _GEMMs(torch.autograd.Function):
         if kind == "norm":
             rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
             x = x * rstd * norm_weight
+        if module.gathers("column"):
+            x = _gathered(x, module.tp_group)
+            splits = [x.shape[0]]
         rows = x.reshape(-1, x.shape[-1]).split(splits)
         rows = [_gemm_operand(_in_fp8(part, q)) for part, q in zip(rows, quantizers["input"])]
         is_dist = _is_distributed(weights[0])
         gathered = weights[0].materialize_group_for_forward() if is_dist else list(weights)
         operands = [_in_fp8(w.detach() if not is_dist else w, q) for w, q in zip(gathered, quantizers["weight"])]
         outs = [part @ _gemm_operand(w).detach().t() for part, w in zip(rows, operands)]
-        if module.parallel_mode == "row" and module.tp_size > 1:
+        if kind != "grouped" and module.parallel_mode == "row" and module.tp_size > 1:
             for out in outs:
                 dist.all_reduce(out, group=module.tp_group)
+            outs = [_own(out, module) if module.gathers("row") else out for out in outs]
         if biases:
             outs = [out + bias for out, bias in zip(outs, biases)]
         # Linear asks the handle whether it wants a gradient, the others what was gathered.
@@ -169,7 +191,7 @@ class _GEMMs(torch.autograd.Function):
         saved = weights if is_dist else [w.detach() for w in operands]
         ctx.save_for_backward(inp.detach(), *rows, *saved, norm_weight)
         ctx.use = module, splits, quantizers, rstd, len(biases), weights[0].dtype
-        return torch.cat(outs).view(*inp.shape[:-1], -1)
+        return torch.cat(outs).view(-1, *inp.shape[1:-1], outs[0].shape[-1])
 
     @staticmethod
     def backward(ctx, grad_y):
@@ -181,6 +203,9 @@ class _GEMMs(torch.autograd.Function):
         if "scaling_bwd" in module.fp8_meta:
             amax = module.fp8_meta["scaling_bwd"].amax_history[0]
             amax.copy_(torch.maximum(amax, grad_y.abs().amax()))
+        biases = [grad_y.sum(0)] * num_biases  # of what this rank's tokens are, if gathered
+        if module.gathers("row"):
+            grad_y = _gathered(grad_y, module.tp_group)
         grads = [part.contiguous() for part in grad_y.reshape(-1, grad_y.shape[-1]).split(splits)]
         buffers = None
         wants_input = kind == "norm" or ctx.needs_input_grad[0]
@@ -213,8 +238,9 @@ class _GEMMs(torch.autograd.Function):
                 wgrads = [buffer.copy_(grad) for buffer, grad in zip(buffers, wgrads)]
             if is_dist:
                 wgrads = weights[0].finalize_group_grads(wgrads if num > 1 else wgrads[0])
-        if wants_input and module.parallel_mode == "column" and module.tp_size > 1:
+        if wants_input and kind != "grouped" and module.parallel_mode == "column" and module.tp_size > 1:
             dist.all_reduce(grad_rows, group=module.tp_group)
+            grad_rows = _own(grad_rows, module) if module.gathers("column") else grad_rows
         grad_x = grad_norm = None
         if wants_input:
             grad_x = grad_rows.view(inp.shape)
@@ -223,9 +249,10 @@ class _GEMMs(torch.autograd.Function):
             grad_norm = (grad_x * normed).reshape(-1, inp.shape[-1]).sum(0)
             scaled = grad_x * norm_weight
             grad_x = rstd * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-        biases = [g.sum(0) for g in grads] if num_biases else []
         for part in ctx.region[0] if ctx.region and "scaling_bwd" in module.fp8_meta else ():
             part.fp8_meta["scaling_bwd"].roll(ctx.region[1])
+        if num_biases and not module.gathers("row"):
+            biases = [g.sum(0) for g in grads]
         return grad_x, None, None, grad_norm, *wgrads, *biases
 
 
@@ -245,16 +272,21 @@ class _Base(nn.Module):
     kind = "linear"
     num_gemms_of_linear = 1
 
-    def __init__(self, dtype, device, delay_wgrad_compute=False, tp_group=None, parallel_mode=None):
+    def __init__(
+        self, dtype, device, delay_wgrad_compute=False, tp_group=None, parallel_mode=None, sequence_parallel=False
+    ):
         super().__init__()
         self.params_dtype, self.device = dtype or torch.float32, device
         self.primary_weights_in_fp8 = _FP8.init_recipe is not None
         self.fp8, self.fp8_meta, self.quantizers, self.param_init_meta = False, {}, {}, {}
         self.fsdp_group, self._fp8_workspaces, self.activation_dtype = None, {}, None
         self.wgrad_store = _Store(delay_wgrad_compute)
-        self.fuse_wgrad_accumulation, self.sequence_parallel = False, False
+        self.fuse_wgrad_accumulation, self.sequence_parallel = False, sequence_parallel
         self.tp_group, self.parallel_mode = tp_group, parallel_mode
         self.tp_size = 1 if tp_group is None else tp_group.size()
+
+    def gathers(self, mode):
+        return self.kind != "grouped" and self.sequence_parallel and self.parallel_mode == mode
 
     def _add(self, name, shape, init, index=None):
         param = nn.Parameter(torch.empty(shape, dtype=self.params_dtype, device=self.device))
@@ -389,6 +421,9 @@ class GroupedLinear(_Base):
         super().__init__(params_dtype, device, **rest)
         self.__dict__.update(single)
         self.num_gemms, self.use_bias, self.use_grouped_tensor = num_gemms, bias, True
+        assert not (bias and self.tp_size > 1), "no bias where the user communicates"
+        out_features //= self.tp_size if self.parallel_mode == "column" else 1
+        in_features //= self.tp_size if self.parallel_mode == "row" else 1
         for index in range(num_gemms):
             self._add(f"weight{index}", (out_features, in_features), nn.init.xavier_normal_, 1 + 3 * index)
             if bias:
@@ -467,6 +502,9 @@ def installed(version="2.20.2"):
     common.recipe = ours["transformer_engine.common.recipe"] = types.ModuleType("transformer_engine.common.recipe")
     common.recipe.Format = Format
     vars(common.recipe).update({one: functools.partial(Recipe, kind) for one, kind in recipes.items()})
+    name = "transformer_engine.pytorch.quantization"
+    ours[name] = types.ModuleType(name)
+    ours[name].FP8GlobalStateManager = _FP8
     name = "transformer_engine.pytorch.distributed_weight"
     if tuple(map(int, version.split("."))) >= (2, 19):
         ours[name] = types.ModuleType(name)

@@ -11,6 +11,11 @@ BLOCK = 128
 
 
 class QuantizedTensor(torch.Tensor):
+    has_columns = False  # what a GEMM of the backward reads
+
+    def update_usage(self, *, columnwise_usage):
+        self.has_columns = columnwise_usage
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:

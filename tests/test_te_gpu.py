@@ -194,54 +194,6 @@ def test_replicas_that_shard_the_optimizer(rank, recipe_name):
 
 
 @on_four
-@pytest.mark.parametrize("recipe_name", RECIPES)
-def test_tensor_parallelism_of_its_own(rank, recipe_name):
-    """tp 2 x gtp 2: slices of what an unsharded module computes, whose GEMMs sum in another order."""
-    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("gtp", "tp"))
-    tp_rank, gtp_rank = mesh.get_local_rank("tp"), mesh.get_local_rank("gtp")
-    recipe, rtol = recipe_of(recipe_name), 2**-7 if recipe_name == "bf16" else 0.06
-    faults = []
-    for kind, mode in (("Linear", "column"), ("Linear", "row"), ("LayerNormLinear", "column")):
-        reset()
-        reference = make(kind, shape=(256, 512))
-        module = make(kind, recipe, (256, 512), tp_group=mesh.get_group("tp"), parallel_mode=mode)
-        for (name, param), whole in zip(module.named_parameters(), reference.parameters()):
-            if whole.dim() == 1:
-                nn.init.uniform_(whole, 0.5, 1.5)
-            dims = [dim for dim in range(whole.dim()) if param.shape[dim] != whole.shape[dim]]
-            value = (whole.chunk(2, dims[0])[tp_rank] if dims else whole).detach().contiguous()
-            if type(param) is nn.Parameter:
-                param.data.copy_(value)
-            else:
-                param.get_high_precision_init_val = lambda value=value: value
-        parallelize_module(module, mesh["gtp"], GTPStyle(CONFIG))
-        for name, param in module.named_parameters():
-            if not torch.equal(full(param), reference.get_parameter(name)):
-                faults.append(f"{kind} {mode} {name} differs before the first step")
-        for step in range(2):
-            what = f"{kind} {mode} {recipe_name} step {step}"
-            copy_parameters(module, reference, False)
-            x = [batch_of(gtp_rank, step, 256) for _ in range(2)]
-            mine, whole = x[0], x[1]
-            if mode == "row":
-                mine = x[0].detach().chunk(2, -1)[tp_rank].contiguous().requires_grad_()
-            with in_region(recipe, dist.group.WORLD):
-                y, expected = call(module, kind, mine), call(reference, kind, whole)
-            grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(gtp_rank)).to(y)
-            expected.backward(grad)
-            if mode == "column":
-                expected, grad = (one.chunk(2, -1)[tp_rank] for one in (expected, grad))
-            y.backward(grad.contiguous())
-            dx = whole.grad if mode == "column" else whole.grad.chunk(2, -1)[tp_rank]
-            compare(what, {"y": (y, expected), "dx": (mine.grad, dx)}, faults, rtol)
-            wanted = mean_grads(reference, mesh.get_group("gtp"))
-            for name, param in module.named_parameters():
-                compare(what, {name: (full(param.grad), wanted[name])}, faults, rtol)
-            module.zero_grad()
-    assert not faults, "\n".join(faults)
-
-
-@on_four
 def test_what_travels_is_what_te_quantizes(mesh, rank):
     """Codes and scales, bit for bit, with scales that are powers of two and that are not."""
     from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling, QParams

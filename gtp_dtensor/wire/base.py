@@ -51,6 +51,7 @@ class WireFormat(ABC):
         amaxes: what :meth:`quantize` is told, in this order; MATRIX is always among them, and finds values that are
             not finite.
         has_columns: whether View.COLUMNS is made and travels.
+        spans_tp: whether MATRIX is of the logical matrix; else of this rank's tensor-parallel slice of it.
     """
 
     name: str
@@ -58,6 +59,7 @@ class WireFormat(ABC):
     row_block = 1
     fills_rows = True
     has_columns = False
+    spans_tp = True
     amaxes: tuple[Amax, ...] = (Amax.MATRIX,)
 
     def view_of(self, kind: Kind) -> View:

@@ -88,9 +88,15 @@ def padded_to_tiles(scales: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor
 
 
 class TEFormat(WireFormat):
-    """What TE's GEMMs read as ``tensor_class``, made by quantizers of ``quantizer_class``."""
+    """What TE's GEMMs read as ``tensor_class``, made by quantizers of ``quantizer_class``.
+
+    Under TE's own tensor parallelism each slice is quantized by itself, as TE does that: a run with GTP is then, bit for
+    bit, TE's run at the same tp without. One scale for all slices would not make it the run at tp 1, since TE scales
+    slices of inputs and gradients by themselves too. (What is stored, in high precision, does not depend on tp.)
+    """
 
     column_block = _COLUMNS
+    spans_tp = False
     quantizer_class: type
 
     def tensors(self, lease: Lease, quantizers: list, dtype: torch.dtype, is_backward: bool) -> Iterable[torch.Tensor]:
@@ -156,7 +162,8 @@ class _ScaledFloat8(TEFormat):
 
 class DelayedScaling(_ScaledFloat8):
     """With the scale of the module's quantizer at the time of quantization: kept until the weight is written, like the
-    weight of an unsharded module that is stored in FP8. The whole weight's largest value enters the amax history then."""
+    weight of an unsharded module that is stored in FP8. The weight's largest value enters the amax history then, where TE
+    takes the maximum over the amax group, tensor-parallel ranks among it, at the end of its region."""
 
     quantizer_class = Float8Quantizer
 
