@@ -345,7 +345,8 @@ class _Base(nn.Module):
     def get_extra_state(self):
         if "scaling_fwd" not in self.fp8_meta:
             return torch.empty(0, dtype=torch.uint8)
-        state = {way: vars(self.fp8_meta[way]) for way in ("scaling_fwd", "scaling_bwd")}
+        scalings = {way: self.fp8_meta[way] for way in ("scaling_fwd", "scaling_bwd")}
+        state = {way: {"scale": one.scale, "amax_history": one.amax_history} for way, one in scalings.items()}
         return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
     def set_extra_state(self, saved):

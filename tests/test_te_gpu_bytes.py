@@ -109,24 +109,10 @@ def test_mxfp8(mesh, rank):
     assert not faults, "\n".join(faults)
 
 
-def scales_by_kernels(whole, quantizer):
-    """(padded scales, largest value) by those of TE's kernels for masters that Hopper has: not those that make codes."""
-    import transformer_engine_torch as tex
-
-    rows, columns = whole.shape
-    tiles = [whole.new_zeros(rows // 16, columns // 16) for _ in range(2)]
-    largest, kept = whole.new_zeros(1), whole.new_zeros(1)
-    scales = torch.zeros(quantizer.get_scale_shape(whole.shape, False), dtype=torch.uint8, device="cuda")
-    tex.nvfp4_multi_tensor_compute_partial_amax([whole.view(-1)], tiles[:1], [largest], [rows], [columns], [0], 16)
-    sizes = [rows // 16], [columns // 16], [len(scales)]
-    tex.nvfp4_multi_tensor_fused_scale(tiles[:1], [largest], tiles[1:], [scales], [kept], *sizes, 16)
-    return scales, kept
-
-
 @on_four
 def test_nvfp4(mesh, rank):
-    """Codes, scales and the largest value are those of TE's own arithmetic in Python on the whole weight (scales also
-    of its kernels), and what TE makes of them for a backward is that on its transpose."""
+    """Codes, scales and the largest value are those of TE's own arithmetic in Python on the whole weight, and what TE makes
+    of them for a backward is that on its transpose."""
     from transformer_engine.pytorch import NVFP4Quantizer, NVFP4Tensor
     from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
     from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
@@ -156,7 +142,6 @@ def test_nvfp4(mesh, rank):
                 ),
                 "backward amax": torch.equal(backward._amax_columnwise, amax),
                 "values": relative_error(forward.dequantize(dtype=torch.float32), whole) < 0.12,
-                "kernels": all(map(torch.equal, (found, forward._amax_rowwise), scales_by_kernels(whole, quantizer))),
             }
             wrong = [name for name, is_same in same.items() if not is_same]
             if wrong:
