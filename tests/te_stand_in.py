@@ -17,8 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.te_stand_in_regions import (
+    _FP8,
+    HISTORY,
+    Recipe,
+    Scaling,
+    autocast,
+    checkpoint,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    quantized_model_init,
+)
 from tests.te_stand_in_tensors import (
-    LARGEST,
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
     Float8CurrentScalingQuantizer,
@@ -29,68 +39,7 @@ from tests.te_stand_in_tensors import (
     QuantizedTensor,
 )
 
-HISTORY = 4
-
-
-# ---- recipes and autocast
-
-
-class Recipe:
-    backward_override = None
-
-    def __init__(self, kind):
-        self.kind = kind  # "delayed", "current", "block" or "mx"
-
-    def delayed(self):
-        return self.kind == "delayed"
-
-
-class _FP8:
-    """TE's own state of the process: the recipe in force, and the modules whose scales the region's end updates."""
-
-    recipe: Recipe | None = None
-    init_recipe: Recipe | None = None
-    region: dict = {}  # modules that ran
-
-
-@contextlib.contextmanager
-def autocast(recipe, amax_reduction_group=None, enabled=True):
-    _FP8.recipe, _FP8.region = recipe, {}
-    try:
-        yield
-    finally:
-        _FP8.recipe = None
-        if recipe is not None and recipe.kind == "delayed" and torch.is_grad_enabled():
-            for module in _FP8.region:
-                module.fp8_meta["scaling_fwd"].roll(amax_reduction_group)
-
-
-@contextlib.contextmanager
-def quantized_model_init(recipe, enabled=True, preserve_high_precision_init_val=True):
-    _FP8.init_recipe = recipe
-    try:
-        yield
-    finally:
-        _FP8.init_recipe = None
-
-
 _QUANTIZERS = {"current": Float8CurrentScalingQuantizer, "block": Float8BlockQuantizer, "mx": MXFP8Quantizer}
-
-
-class _Scaling:
-    def __init__(self, num):
-        self.scale, self.amax_history = torch.ones(num), torch.zeros(HISTORY, num)
-
-    def reset(self):
-        self.scale.fill_(1.0), self.amax_history.zero_()
-
-    def roll(self, group):
-        if group is not None:
-            dist.all_reduce(self.amax_history[0], dist.ReduceOp.MAX, group=group)
-        amax = self.amax_history.amax(0)
-        self.scale.copy_(torch.where(amax > 0, LARGEST / amax, self.scale))
-        self.amax_history.copy_(self.amax_history.roll(-1, 0))
-        self.amax_history[0].zero_()
 
 
 # ---- modules
@@ -255,7 +204,7 @@ class _Base(nn.Module):
             return
         self.fp8_meta["recipe"] = recipe
         if recipe.kind == "delayed":
-            state = self.fp8_meta["scaling_fwd"] = _Scaling(3 * num)
+            state = self.fp8_meta["scaling_fwd"] = Scaling(3 * num)
             scales = range(3 * num)
             made = [Float8Quantizer(state.scale[i : i + 1], state.amax_history[0][i : i + 1], None) for i in scales]
         else:
@@ -300,13 +249,18 @@ class _Base(nn.Module):
         self.set_activation_dtype(inp)
         self.fp8 = _FP8.recipe is not None
         self.init_fp8(_FP8.recipe, len(splits))
-        if self.fp8:
+        if self.fp8 and _FP8.checkpoint_phase != "recompute":
             _FP8.region[self] = True
         if is_first_microbatch is not None:
             self._fp8_workspaces["weight"] = weights[0]
         if not self.fp8:
             weights = [w.dequantize() if isinstance(w, QuantizedTensor) else w for w in weights]
-        return _GEMMs.apply(inp, self, splits, norm_weight, *weights, *biases)
+        delayed = self.fp8 and _FP8.recipe.delayed()
+        scaling = (
+            self.fp8_meta["scaling_fwd"].in_checkpoint(_FP8.checkpoint_phase) if delayed else contextlib.nullcontext()
+        )
+        with scaling:
+            return _GEMMs.apply(inp, self, splits, norm_weight, *weights, *biases)
 
 
 class Linear(_Base):
@@ -422,7 +376,9 @@ def installed(version="2.20.2"):
     package = ours["transformer_engine.pytorch"] = types.ModuleType("transformer_engine.pytorch")
     for classes in _MODULES.values():
         vars(package).update({one.__name__: one for one in classes})
-    vars(package).update(autocast=autocast, quantized_model_init=quantized_model_init)
+    functions = (autocast, quantized_model_init, checkpoint, is_fp8_available)
+    vars(package).update({one.__name__: one for one in functions})
+    package.is_fp8_block_scaling_available = is_fp8_block_scaling_available
     ours["transformer_engine"].pytorch = package
     recipes = {"DelayedScaling": "delayed", "Float8CurrentScaling": "current", "Float8BlockScaling": "block"}
     common = ours["transformer_engine.common"] = types.ModuleType("transformer_engine.common")

@@ -19,6 +19,7 @@ from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from tests import te_stand_in
 from titan_integration.transformer_engine import check_linear_backend, use_te_linears
 
+SHARDED = "--gtp.tensor_parallel_num_weight_shards=2"
 TE = ["--job.custom_config_module=titan_integration.job_config", "--gtp.linear_backend=transformer_engine"]
 
 
@@ -67,7 +68,7 @@ def test_linears_are_replaced(rank_alone, recipe, stores_fp8):
         names = {name: param.shape for name, param in model.named_parameters()}
         region = use_te_linears(model, job_config(f"--gtp.te_recipe={recipe}"), is_sharded=True)
         assert {name: param.shape for name, param in model.named_parameters()} == names
-        linears = [module for module in model.modules() if type(module) is te_stand_in.Linear]
+        linears = [module for module in model.modules() if isinstance(module, te_stand_in.Linear)]
         assert len(linears) == 14 and type(model.output) is nn.Linear
         assert all(linear.primary_weights_in_fp8 == stores_fp8 and linear.weight.is_meta for linear in linears)
         seen = []
@@ -91,19 +92,27 @@ def test_linears_are_replaced(rank_alone, recipe, stores_fp8):
         (["--gtp.te_recipe=fp8"], ValueError, r"te_recipe = 'fp8': choose one of bf16, delayed"),
         (["--gtp.linear_backend=torch", "--gtp.te_recipe=block"], ValueError, r"te_recipe = 'block' has no meaning"),
         (["--model.name=qwen3"], NotImplementedError, r"model\.name = 'qwen3'.*llama3"),
-        (["--parallelism.tensor_parallel_degree=2"], NotImplementedError, r"tensor_parallel_degree > 1.*set it to 1"),
+        (
+            ["--parallelism.tensor_parallel_degree=2", SHARDED],
+            NotImplementedError,
+            r"tensor_parallel_degree > 1 and GTP off.*num_weight_shards to a multiple",
+        ),
         (["--compile.enable"], NotImplementedError, r"compile\.components with 'model'"),
         (
             ["--gtp.te_recipe=delayed", "--activation_checkpoint.mode=full"],
             NotImplementedError,
-            r"'delayed' and activation_checkpoint\.mode = 'full'.*mode 'none'",
+            r"'delayed' and activation_checkpoint\.mode = 'full' and GTP off.*mode 'none'$",
+        ),
+        (
+            ["--gtp.te_recipe=delayed", "--activation_checkpoint.mode=selective", SHARDED],
+            NotImplementedError,
+            r"'delayed' and activation_checkpoint\.mode = 'selective', whose.*mode 'none' or 'full'$",
         ),
         (
             ["--gtp.te_recipe=delayed", "--checkpoint.enable"],
             NotImplementedError,
             r"'delayed' and checkpoint\.enable.*'block'",
         ),
-        (["--checkpoint.enable", "--checkpoint.last_save_in_hf"], NotImplementedError, r"last_save_in_hf"),
     ],
 )
 def test_what_cannot_work_is_refused(options, error, message):
