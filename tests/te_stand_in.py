@@ -8,7 +8,6 @@ are those of TE 2.20. tests/test_te_gpu.py runs the real one.
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import os
 import pickle
@@ -20,8 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.te_stand_in_regions import (
+    _FP8,
+    HISTORY,  # noqa: F401
+    SUPPORTED,
+    Format,
+    Recipe,
+    Scaling,
+    autocast,
+    checkpoint,
+    is_available,
+    quantized_model_init,
+)
 from tests.te_stand_in_tensors import (
-    LARGEST,
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
     Float8CurrentScalingQuantizer,
@@ -34,88 +44,12 @@ from tests.te_stand_in_tensors import (
     QuantizedTensor,
 )
 
-HISTORY = 4
-
-
-# ---- recipes and autocast
-
-
-class Format(enum.Enum):
-    E4M3, HYBRID = range(2)
-
-
-class Recipe:
-    backward_override = None
-
-    def __init__(self, kind, amax_history_len=HISTORY, fp8_format=Format.HYBRID):
-        self.amax_history_len, self.fp8_format = amax_history_len, fp8_format
-        self.kind = kind  # "delayed", "current", "block", "mx" or "nv"
-
-    def delayed(self):
-        return self.kind == "delayed"
-
-
-class _FP8:
-    """TE's own state of the process: the recipe in force, and the modules whose scales the region's end updates."""
-
-    recipe: Recipe | None = None
-    init_recipe: Recipe | None = None
-    region: dict = {}  # modules that ran; the backward of the first updates the scales of all their backwards
-    group = None
-
-    @classmethod
-    def is_fp8_enabled(cls):
-        return cls.recipe is not None
-
-    @classmethod
-    def get_fp8_recipe(cls):
-        return cls.recipe
-
-
-@contextlib.contextmanager
-def autocast(recipe, amax_reduction_group=None, enabled=True):
-    _FP8.recipe, _FP8.region, _FP8.group = recipe, {}, amax_reduction_group
-    try:
-        yield
-    finally:
-        _FP8.recipe = None
-        if recipe is not None and recipe.kind == "delayed" and torch.is_grad_enabled():
-            for module in _FP8.region:
-                module.fp8_meta["scaling_fwd"].roll(amax_reduction_group)
-
-
-@contextlib.contextmanager
-def quantized_model_init(recipe, enabled=True, preserve_high_precision_init_val=True):
-    _FP8.init_recipe = recipe
-    try:
-        yield
-    finally:
-        _FP8.init_recipe = None
-
-
 _QUANTIZERS = {
     "current": Float8CurrentScalingQuantizer,
     "block": Float8BlockQuantizer,
     "mx": MXFP8Quantizer,
     "nv": NVFP4Quantizer,
 }
-_SUPPORTED = ("is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available")
-
-
-class _Scaling:
-    def __init__(self, num, length):
-        self.scale, self.amax_history = torch.ones(num), torch.zeros(length, num)
-
-    def reset(self):
-        self.scale.fill_(1.0), self.amax_history.zero_()
-
-    def roll(self, group):
-        if group is not None:
-            dist.all_reduce(self.amax_history[0], dist.ReduceOp.MAX, group=group)
-        amax = self.amax_history.amax(0)
-        self.scale.copy_(torch.where(amax > 0, LARGEST / amax, self.scale))
-        self.amax_history.copy_(self.amax_history.roll(-1, 0))
-        self.amax_history[0].zero_()
 
 
 # ---- modules
@@ -316,7 +250,7 @@ class _Base(nn.Module):
             self.quantizers["scaling_fwd"] = [_QUANTIZERS[recipe.kind]() for _ in range(3 * num)]
             return
         if "scaling_fwd" not in meta:
-            meta["scaling_fwd"], meta["scaling_bwd"] = (_Scaling(n * num, recipe.amax_history_len) for n in (3, 2))
+            meta["scaling_fwd"], meta["scaling_bwd"] = (Scaling(n * num, recipe.amax_history_len) for n in (3, 2))
         state = meta["scaling_fwd"]
         assert len(state.amax_history) == recipe.amax_history_len
         pairs = zip(state.scale.split(1), state.amax_history[0].split(1))
@@ -369,14 +303,19 @@ class _Base(nn.Module):
         self.fp8 = _FP8.recipe is not None
         self.init_fp8(_FP8.recipe, len(splits))
         region = None
-        if self.fp8:
+        if self.fp8 and _FP8.checkpoint_phase != "recompute":
             region = None if _FP8.region else (_FP8.region, _FP8.group)
             _FP8.region[self] = True
         if is_first_microbatch is not None:
             self._fp8_workspaces["weight"] = weights[0]
         if not self.fp8:
             weights = [w.dequantize() if isinstance(w, QuantizedTensor) else w for w in weights]
-        return _GEMMs.apply(inp, (self, region), splits, norm_weight, *weights, *biases)
+        delayed = self.fp8 and _FP8.recipe.delayed()
+        scaling = (
+            self.fp8_meta["scaling_fwd"].in_checkpoint(_FP8.checkpoint_phase) if delayed else contextlib.nullcontext()
+        )
+        with scaling:
+            return _GEMMs.apply(inp, (self, region), splits, norm_weight, *weights, *biases)
 
 
 class Linear(_Base):
@@ -495,8 +434,9 @@ def installed(version="2.20.2"):
     package = ours["transformer_engine.pytorch"] = types.ModuleType("transformer_engine.pytorch")
     for classes in _MODULES.values():
         vars(package).update({one.__name__: one for one in classes})
-    vars(package).update(autocast=autocast, quantized_model_init=quantized_model_init)
-    vars(package).update(dict.fromkeys(_SUPPORTED, lambda return_reason: (True, "")))
+    functions = (autocast, quantized_model_init, checkpoint)
+    vars(package).update({one.__name__: one for one in functions})
+    vars(package).update(dict.fromkeys(SUPPORTED, is_available))
     ours["transformer_engine"].pytorch = package
     recipes = {"DelayedScaling": "delayed", "Float8CurrentScaling": "current", "Float8BlockScaling": "block"}
     common = ours["transformer_engine.common"] = types.ModuleType("transformer_engine.common")
