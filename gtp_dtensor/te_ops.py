@@ -133,8 +133,9 @@ def overrides(base: type[nn.Module]) -> dict[str, Callable]:
                 "one logical weight for all: build it without"
             )
         with logical_init():
-            for index in range(num_experts(self)):
-                nn.init.kaiming_uniform_(self._parameters[STACK][index], a=math.sqrt(5))
+            stack = self._parameters[STACK]
+            for index in range(len(stack)):
+                nn.init.kaiming_uniform_(stack[index], a=math.sqrt(5))
             for name, param in self._parameters.items():
                 if name != STACK and param is not None:
                     nn.init.zeros_(param)
