@@ -125,7 +125,6 @@ def _passes(base: type[nn.Module]) -> tuple[Callable, ...]:
         finally:
             if use is not None:
                 use.release()
-                use.module = None
 
     def fuser_backward(self: nn.Module, basic_op_ctxs: list, grad_output: torch.Tensor, **options) -> tuple:
         passage: _Passage = basic_op_ctxs[0].gtp
