@@ -27,6 +27,7 @@ from .layout import new_dtensor
 from .local import cast_arguments
 from .members import STATE, ModuleState, model_members, weight_of
 from .te_modules import (
+    EXPERT_MESH,
     NORM_LINEAR,
     PROTOCOL,
     SHARDED,
@@ -80,10 +81,8 @@ class Replacements:
             for old in olds:
                 getattr(old, "clear_high_precision_init_val", lambda: None)()
         for module in self._root.modules():
-            if (
-                is_te(type(module)) and "_module_groups" in module.__dict__
-            ):  # a te.ops.Sequential, which keeps parameters
-                module._module_groups = None
+            if is_te(type(module)) and "_module_groups" in module.__dict__:
+                module._module_groups = None  # of a te.ops.Sequential: pipelines, which hold parameters
 
     def _of(self, module: nn.Module) -> dict[str, nn.Parameter | None]:
         params = dict(module._parameters)
@@ -104,9 +103,11 @@ class Replacements:
         values = [_high_precision(old) if is_native else old.detach() for old in olds]
         is_stack = name == STACK and is_grouped(type(module))
         value = torch.stack(values) if is_stack else values[0]
-        placement = _tp_placement(module, name)
+        placement, expert_mesh = _tp_placement(module, name), module.__dict__.get(EXPERT_MESH)
         if placement is not None:
-            value = self._on_tp_mesh(value, placement, module.tp_group)
+            value = _on_mesh(value, placement, self._mesh_of(module.tp_group))
+        elif expert_mesh is not None:
+            value = _on_mesh(value, Shard(0), expert_mesh)
         elif not is_stack and not is_native:
             return olds[0]
         new = nn.Parameter(value, requires_grad=olds[0].requires_grad)
@@ -117,15 +118,6 @@ class Replacements:
             self.stacks.add(id(new))
         return new
 
-    def _on_tp_mesh(self, local: torch.Tensor, placement: Shard | Replicate, group: dist.ProcessGroup) -> DTensor:
-        mesh = self._mesh_of(group)
-        shape = list(local.shape)
-        if isinstance(placement, Shard):
-            shape[placement.dim] *= group.size()
-        meta = torch.empty(shape, device="meta", dtype=local.dtype)
-        spec = DTensorSpec(mesh, (placement,), tensor_meta=TensorMeta(meta.shape, meta.stride(), meta.dtype))
-        return new_dtensor(local, spec)
-
     def _mesh_of(self, group: dist.ProcessGroup) -> DeviceMesh:
         """The mesh of ``group``: that of the model's other tensor-parallel parameters, where these have the same ranks."""
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -134,6 +126,15 @@ class Replacements:
             found = next((m for m in meshes if m.ndim == 1 and tuple(m.mesh.tolist()) == ranks), None)
             self._meshes[ranks] = found or DeviceMesh.from_group(group, self._device_type, mesh_dim_names=("tp",))
         return self._meshes[ranks]
+
+
+def _on_mesh(local: torch.Tensor, placement: Shard | Replicate, mesh: DeviceMesh) -> DTensor:
+    shape = list(local.shape)
+    if isinstance(placement, Shard):
+        shape[placement.dim] *= mesh.size()
+    meta = torch.empty(shape, device="meta", dtype=local.dtype)
+    spec = DTensorSpec(mesh, (placement,), tensor_meta=TensorMeta(meta.shape, meta.stride(), meta.dtype))
+    return new_dtensor(local, spec)
 
 
 def _high_precision(param: nn.Parameter) -> torch.Tensor:
@@ -334,7 +335,7 @@ def _initialise(module: nn.Module, name: str, param: nn.Parameter) -> None:
             "logical weight for all: build it without"
         )
     is_stack = name == STACK and is_grouped(type(module))
-    for part in [param[index] for index in range(num_experts(module))] if is_stack else [param]:
+    for part in [param[index] for index in range(len(param))] if is_stack else [param]:
         meta.init_fn(part)
 
 

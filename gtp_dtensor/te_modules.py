@@ -12,6 +12,7 @@ import torch.nn as nn
 GROUPED, NORM_LINEAR = "GroupedLinear", "LayerNormLinear"
 PROTOCOL = ("Linear", NORM_LINEAR, GROUPED)  # classes that ask weights by the protocol
 SHARDED = "_is_sharded_te_class"  # attribute of classes of ours, which say that they are in TE's module
+EXPERT_MESH = "_gtp_expert_mesh"  # attribute of modules whose experts are those of this rank; see te_experts.py
 STACK = "weight"  # TE's own name for the parameter of all experts
 
 
@@ -126,9 +127,24 @@ def _device_refusal(module: nn.Module) -> str | None:
     return None
 
 
-def refuse(module: nn.Module, what: str) -> None:
-    """Raise ``ValueError`` where ``module``, one of TE's that owns ``what``, cannot be served."""
-    why = refusal(module)
+def _expert_refusal(module: nn.Module, is_expert: bool) -> str | None:
+    """Of experts that are not the same on all ranks, as far as that can be seen."""
+    is_declared = EXPERT_MESH in module.__dict__
+    if is_declared and not is_expert:
+        return "TEExpertParallel was applied to it: give it a GTPStyle(is_expert=True) of its own, before this one"
+    if not is_declared and any(
+        getattr(param, "allreduce", True) is False for param in module.parameters(recurse=False)
+    ):
+        return (
+            "its parameters have allreduce=False, which says that other ranks have other experts under the same names: apply "
+            "TEExpertParallel (gtp_dtensor.te_experts) on the expert-parallel axis before GTPStyle(is_expert=True)"
+        )
+    return None
+
+
+def refuse(module: nn.Module, what: str, is_expert: bool) -> None:
+    """Raise ``ValueError`` where ``module``, one of TE's that owns ``what``, cannot be served by a style (of experts)."""
+    why = refusal(module) or _expert_refusal(module, is_expert)
     if why is not None:
         raise ValueError(f"{what}, of a {type(module).__name__} of TransformerEngine: {why}")
 

@@ -77,6 +77,12 @@ class _Passage:
 
 def overrides(base: type[nn.Module]) -> dict[str, Callable]:
     """What a sharded te.ops.GroupedLinear has instead of ``base``'s methods."""
+    methods = (*_preparations(base), *_passes(base), *_state_methods(base))
+    return {method.__name__: method for method in methods}
+
+
+def _preparations(base: type[nn.Module]) -> tuple[Callable, ...]:
+    """What a pipeline calls before a forward."""
 
     def pre_first_fuser_forward(self: nn.Module) -> None:
         """TE initialises parameters on the meta device here, and compares those of experts."""
@@ -99,6 +105,12 @@ def overrides(base: type[nn.Module]) -> dict[str, Callable]:
         with _showing(self, {"weight0": self._parameters[STACK]}):  # is asked whether it wants a gradient
             base.pre_fuser_forward(self, requires_grad=requires_grad)
 
+    return pre_first_fuser_forward, pre_fuser_forward
+
+
+def _passes(base: type[nn.Module]) -> tuple[Callable, ...]:
+    """Forward and backward of an operation."""
+
     def fuser_forward(self: nn.Module, basic_op_ctxs: list, input_: torch.Tensor, **options) -> tuple:
         use = None
         if STACK in self.__dict__[STATE].weights:
@@ -113,7 +125,6 @@ def overrides(base: type[nn.Module]) -> dict[str, Callable]:
         finally:
             if use is not None:
                 use.release()
-                use.module = None
 
     def fuser_backward(self: nn.Module, basic_op_ctxs: list, grad_output: torch.Tensor, **options) -> tuple:
         passage: _Passage = basic_op_ctxs[0].gtp
@@ -125,6 +136,12 @@ def overrides(base: type[nn.Module]) -> dict[str, Callable]:
                 passage.use.release()
         return grad_input, [_returned(self, passage, list(grads))], extra
 
+    return fuser_forward, fuser_backward
+
+
+def _state_methods(base: type[nn.Module]) -> tuple[Callable, ...]:
+    """How parameters get their values."""
+
     def reset_parameters(self: nn.Module) -> None:
         """Initialise the logical parameters, in place."""
         if self._rng_state_tracker_function is not None:
@@ -133,8 +150,9 @@ def overrides(base: type[nn.Module]) -> dict[str, Callable]:
                 "one logical weight for all: build it without"
             )
         with logical_init():
-            for index in range(num_experts(self)):
-                nn.init.kaiming_uniform_(self._parameters[STACK][index], a=math.sqrt(5))
+            stack = self._parameters[STACK]
+            for index in range(len(stack)):
+                nn.init.kaiming_uniform_(stack[index], a=math.sqrt(5))
             for name, param in self._parameters.items():
                 if name != STACK and param is not None:
                     nn.init.zeros_(param)
@@ -143,17 +161,7 @@ def overrides(base: type[nn.Module]) -> dict[str, Callable]:
         stack_experts(self, state_dict, prefix)
         base._load_from_state_dict(self, state_dict, prefix, *rest)
 
-    return {
-        method.__name__: method
-        for method in (
-            pre_first_fuser_forward,
-            pre_fuser_forward,
-            fuser_forward,
-            fuser_backward,
-            reset_parameters,
-            _load_from_state_dict,
-        )
-    }
+    return reset_parameters, _load_from_state_dict
 
 
 def check_format(module: nn.Module) -> None:

@@ -84,6 +84,8 @@ def test_tensor_parallelism_is_that_of_te(rank, recipe_name):
     tp_rank, gtp_rank = mesh.get_local_rank("tp"), mesh.get_local_rank("gtp")
     recipe, faults = recipe_of(recipe_name), []
     for kind, mode, is_sequence in CASES:
+        if kind == "GroupedLinear" and recipe_name == "current":
+            continue  # which TE refuses
         reset()
         whole = make(kind, shape=SHAPE, bias=kind != "GroupedLinear")
         for param in whole.parameters():

@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -240,6 +241,11 @@ def test_initialisation_copies_and_state(mesh, rank):
             {"weight": model.weight} | {name: p for name, p in model.named_parameters() if "bias" in name}
         )
         assert torch.equal(full(fresh.weight), full(model.weight))
+        state = {
+            name: distribute_tensor(param.detach(), mesh, [Replicate()]) for name, param in expected.named_parameters()
+        }
+        fresh.load_state_dict(state)  # of experts by themselves
+        assert_close_to_reference(by_expert(full_parameters(fresh)), dict(expected.named_parameters()), rtol=0)
 
 
 @ranks(2)

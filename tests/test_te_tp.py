@@ -124,6 +124,10 @@ def test_slices_in_fp8_are_those_of_te(kind):
         others = [torch.empty_like(inverse) for _ in range(2)]
         dist.all_gather(others, inverse.contiguous(), group=mesh.get_group("tp"))
         assert torch.equal(*others) == (kind == "delayed")  # the case under test arose
+        with torch.no_grad():  # in one slice: all ranks are told
+            model[1].weight._local_tensor.fill_(float("nan") if mesh.get_local_rank("tp") else 1.0)
+        with pytest.raises(RuntimeError, match=r"1\.weight: the weight holds NaN"), te.autocast(recipe, group):
+            model(x[0])
 
 
 @ranks(4)
