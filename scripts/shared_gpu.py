@@ -10,6 +10,7 @@ correctness and shows streams, not speed.
 import os
 import runpy
 import sys
+import time
 
 
 def share_gpu() -> None:
@@ -32,6 +33,11 @@ def leave(*args, **kwargs) -> None:
 
     dist.barrier(device_ids=[0])
     torch.cuda.synchronize()
+    # This rank is past the barrier; what it sent may still be on its way from a thread that ends with the process.
+    store = dist.distributed_c10d._get_default_store()
+    store.add("ranks past the barrier", 1)
+    while store.add("ranks past the barrier", 0) < dist.get_world_size():
+        time.sleep(0.02)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

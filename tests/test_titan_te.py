@@ -49,22 +49,28 @@ def losses(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe, num_ranks, axes",
-    [(recipe, 2, {"gtp": 2}) for recipe in ("bf16", "current", "block")] + [("current", 4, {"gtp": 2, "tp": 2})],
+    "recipe, num_ranks, axes, model",
+    [
+        *((recipe, 2, {"gtp": 2}, None) for recipe in ("bf16", "current", "block")),
+        ("current", 4, {"gtp": 2, "tp": 2}, None),
+        ("current", 4, {"gtp": 2, "tp": 2}, ("qwen3", "gtp_debug_tied")),
+    ],
 )
-def test_trains_as_a_single_process(titan_jobs, tmp_path, recipe, num_ranks, axes):
+def test_trains_as_a_single_process(titan_jobs, tmp_path, recipe, num_ranks, axes, model):
     """Sharded, with weights gathered in FP8, beside unsharded linears that quantize theirs in each forward."""
+    name, flavor = model or ("llama3", "debugmodel")
+    num_linears = 14 if model else 42
     common = options(tmp_path, f"--gtp.te_recipe={recipe}", "--activation_checkpoint.mode=full")
-    common += ["--checkpoint.no_enable"]
+    common += ["--checkpoint.no_enable", f"--model.name={name}", f"--model.flavor={flavor}"]
     for number, degree in ((1, {}), (num_ranks, axes)):
         folder = tmp_path / str(number)
         job = titan_jobs.run(folder, number, *common, *degrees(**degree))
-        assert f"42 linears are TransformerEngine's, recipe {recipe}" in job.output
+        assert f"{num_linears} linears are TransformerEngine's, recipe {recipe}" in job.output
         common += [f"--model.hf_assets_path={folder}/checkpoint/tokenizer"] if number == 1 else []
     found, expected = losses(folder), losses(tmp_path / "1")
     assert len(found) == 3 and found.allclose(expected, rtol=1e-5)
     # Before the first step and after each.
-    num_quantizations = 0 if recipe == "bf16" else 4 * 42
+    num_quantizations = 0 if recipe == "bf16" else 4 * num_linears
     assert [rank["stats"]["num_quantizations"] for rank in probes(folder)] == [num_quantizations] * num_ranks
 
 
@@ -84,7 +90,7 @@ def test_delayed_scaling_with_activation_checkpointing(titan_jobs, tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_loads_with_either_backend(titan_jobs, tmp_path):
-    """Saved at gtp 4 by TE's linears, continued at gtp 2 by TE's, by torch's, and again by TE's; and as files in Hugging
+    """Saved at gtp 4 by TE's linears, continued at gtp 2 by TE's and by torch's, and from there by TE's, from files in Hugging
     Face's format."""
     every = ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.last_save_model_only"]
     folder = tmp_path / "saved"
@@ -202,7 +208,12 @@ def test_the_toml_passes():
         (["--gtp.linear_backend=te"], ValueError, r"linear_backend = 'te': choose one of torch, transformer_engine"),
         (["--gtp.te_recipe=fp8"], ValueError, r"te_recipe = 'fp8': choose one of bf16, delayed"),
         (["--gtp.linear_backend=torch", "--gtp.te_recipe=block"], ValueError, r"te_recipe = 'block' has no meaning"),
-        (["--model.name=qwen3"], NotImplementedError, r"model\.name = 'qwen3'.*llama3"),
+        (["--model.name=llama4"], NotImplementedError, r"model\.name = 'llama4'.*use llama3 or qwen3"),
+        (
+            ["--model.name=qwen3", "--model.flavor=gtp_debug"],
+            NotImplementedError,
+            r"model\.flavor = 'gtp_debug', which has routed experts",
+        ),
         (
             ["--parallelism.tensor_parallel_degree=2", SHARDED],
             NotImplementedError,

@@ -85,14 +85,15 @@ class Gtp:
 
     linear_backend: str = "torch"
     """
-    Whose linears a model has: "torch", or "transformer_engine" (2.19 or later; llama3, all but the output layer; with GTP off
-    too).
+    Whose linears a model has: "torch", or "transformer_engine" (2.19 or later; llama3, and qwen3 without experts; all but
+    the output layer; with GTP off too).
     """
 
     te_recipe: str = "bf16"
     """
     What TransformerEngine's linears compute in: "bf16", or FP8 by delayed scaling ("delayed"), current scaling ("current") or
-    blocks of 128 x 128 ("block"). With GTP on, weights are gathered in FP8 then.
+    blocks of 128 x 128 ("block"). With GTP on, weights are gathered in FP8 then. "delayed" works without checkpoints, and
+    with activation checkpointing "full" (by TransformerEngine, with GTP on) or "none".
     """
 
     skip_nonfinite_steps: bool = False

@@ -26,11 +26,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torchtitan.tools.logging import logger
 
+from titan_integration.families import families
 from titan_integration.settings import degrees
 
 TORCH, TRANSFORMER_ENGINE = BACKENDS = ("torch", "transformer_engine")
 RECIPES = ("bf16", "delayed", "current", "block")
-_SERVED_MODELS = ("llama3",)
+_SERVED_MODELS = ("llama3", "qwen3")
 _OUTPUT = "output"  # as torchtitan's converters are told to leave it out: logits want high precision
 _BLOCK = 16  # features that an FP8 GEMM counts in
 
@@ -81,18 +82,23 @@ def check_linear_backend(job_config) -> None:
                 f"linear_backend = {TRANSFORMER_ENGINE!r}"
             )
         return
-    parallelism, compilation = job_config.parallelism, job_config.compile
+    parallelism, compilation, model = job_config.parallelism, job_config.compile, job_config.model
     is_sharded, is_delayed = degrees(job_config).gtp_enabled, section.te_recipe == "delayed"
     key, mode = f"[gtp] linear_backend = {TRANSFORMER_ENGINE!r}", job_config.activation_checkpoint.mode
     refused = [
-        (job_config.model.name not in _SERVED_MODELS, f"model.name = {job_config.model.name!r}", "use llama3"),
+        (model.name not in _SERVED_MODELS, f"model.name = {model.name!r}", f"use {' or '.join(_SERVED_MODELS)}"),
+        (
+            model.name in _SERVED_MODELS and families()[model.name].num_experts(model.flavor) > 0,
+            f"model.flavor = {model.flavor!r}, which has routed experts,",
+            "use a flavor without",
+        ),
         (
             parallelism.tensor_parallel_degree > 1 and not is_sharded,
             "parallelism.tensor_parallel_degree > 1 and GTP off",
             "set [gtp] tensor_parallel_num_weight_shards to a multiple of it, or tensor_parallel_degree to 1",
         ),
         (compilation.enable and "model" in compilation.components, "compile.components with 'model'", "remove it"),
-        (bool(job_config.model.converters), f"model.converters = {job_config.model.converters}", "remove them"),
+        (bool(model.converters), f"model.converters = {model.converters}", "remove them"),
         (
             is_delayed and (mode not in ("none", "full") or mode == "full" and not is_sharded),
             f"te_recipe = 'delayed' and activation_checkpoint.mode = {mode!r}{'' if is_sharded else ' and GTP off'}, whose "
