@@ -129,6 +129,8 @@ class Plan:
         for module, _, name, _, fqn, param in self.entries:
             what = f"{fqn} of shape {tuple(param.shape)}"
             self._check_module(module, what)
+            if self.te is not None:
+                self.te.check(param, what)
             olds = self.replaced.get(id(param), [param])
             if any(old._backward_hooks or getattr(old, "_post_accumulate_grad_hooks", None) for old in olds):
                 raise ValueError(
@@ -213,6 +215,11 @@ class Plan:
             raise ValueError(
                 f"{member.fqn} is tied to a parameter of {type(self.module).__name__} under another GTPConfig: apply one "
                 "style to a module that contains both"
+            )
+        if member is not None and member.param.shape != param.shape:
+            raise ValueError(
+                f"a parameter of {type(self.module).__name__} of shape {tuple(param.shape)} is tied to one expert of "
+                f"{member.fqn}, which is one parameter for all: untie them"
             )
 
     def _find_tp_mesh(self) -> None:

@@ -348,11 +348,10 @@ class Reducer:
             flat = torch.cat([local.reshape(-1) for _, _, local, _ in group]).to(dtype)
             for transport in self._runtime.domain.transports:
                 transport.all_reduce(flat)
-            parts = flat.split([local.numel() for _, _, local, _ in group])
+            # Copies: deepcopy takes a DTensor that starts inside of its memory for one with memory of its own.
+            parts = torch.split_with_sizes_copy(flat, [local.numel() for _, _, local, _ in group])
             for (_, param, local, _), part in zip(group, parts):
-                accumulate(
-                    param, part.view(local.shape), self._runtime.gradient_scale
-                )  # gradients are views of one buffer
+                accumulate(param, part.view(local.shape), self._runtime.gradient_scale)
             self._runtime.counters.num_small_reductions += 1
 
     # ---- draining

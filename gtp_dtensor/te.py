@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
@@ -26,6 +28,7 @@ from .init import logical_init
 from .layout import new_dtensor
 from .local import cast_arguments
 from .members import STATE, ModuleState, model_members, weight_of
+from .steps import SUCCESSOR
 from .te_modules import (
     EXPERT_MESH,
     NORM_LINEAR,
@@ -67,10 +70,27 @@ class Replacements:
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
         self._new: dict[tuple[int, ...], nn.Parameter] = {}
         self._parameters = {module: self._of(module) for module in modules if refusal(module) is None}
+        others = [module for module in root.modules() if module not in self._parameters]
+        held = {id(param) for module in others for param in module._parameters.values()}
+        self._num_holders = Counter(itertools.chain(held, *self._new))  # of ids; tied as a whole counts once
 
     def of(self, module: nn.Module) -> dict[str, nn.Parameter | None]:
         """The parameters of ``module`` by name, as a plan takes them."""
         return self._parameters.get(module, module._parameters)
+
+    def check(self, param: nn.Parameter, what: str) -> None:
+        """Raise ``ValueError`` where ``param``, which a plan takes, cannot stand for those that it replaces."""
+        olds = self.replaced.get(id(param), [])
+        if len({old.requires_grad for old in olds}) > 1:
+            raise ValueError(
+                f"{what} is one parameter for all experts, and requires_grad is True for some of them: set it alike for all"
+            )
+        successors = [getattr(old, SUCCESSOR, lambda: None)() for old in olds]
+        if any(successors) or any(self._num_holders[id(old)] > 1 for old in olds):
+            raise ValueError(
+                f"{what} replaces a parameter that is tied to another: untie them, or let one GTPStyle serve both, and of a "
+                "GroupedLinear all experts in the same order"
+            )
 
     def register(self) -> None:
         """Put them in place."""

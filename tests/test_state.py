@@ -29,7 +29,7 @@ from gtp_dtensor import (
 from gtp_dtensor.schedule import Kind
 from tests.harness import ranks
 from tests.models import MLP, TinyLlama
-from tests.reference import build_pair, full, full_parameters, local_slice, train_beside_reference
+from tests.reference import build_pair, full, full_parameters, local_slice, mean_square, train_beside_reference
 
 BF16 = GTPConfig(param_dtype=torch.bfloat16)
 
@@ -94,6 +94,18 @@ def test_deepcopy_is_independent(mesh, rank, world_size, when, tied):
     assert stats(twin).num_forward_gathers == 0  # a schedule, leases and counters of its own
     train(twin, twin_reference, rank, world_size)
     assert stats(twin).num_forward_gathers > 0 and stats(twin).num_pending == 0
+
+
+@ranks(2)
+def test_deepcopy_with_gradients(mesh, rank):
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16))
+    parallelize_module(model, mesh, GTPStyle(min_numel=1))
+    mean_square(model(torch.randn(4, 16))).backward()
+    expected = {name: full(param.grad) for name, param in model.named_parameters()}
+    twin = copy.deepcopy(model)
+    model.zero_grad(set_to_none=False)
+    for name, param in twin.named_parameters():
+        assert torch.equal(full(param.grad), expected[name]) and expected[name].any(), name
 
 
 @ranks(2)

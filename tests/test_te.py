@@ -473,3 +473,58 @@ def test_bias_and_mixed_precision(mesh, rank):
         x = torch.randn(3, 32).bfloat16()
         model = parallelize_module(nn.Sequential(te.Linear(32, 64)), mesh, GTPStyle())
         assert model(x).shape == (3, 64) and model[0].activation_dtype == torch.bfloat16
+
+
+def tied_experts():
+    """Models, with what is tied in them."""
+
+    def build(holder, name, twin, index):
+        model = nn.ModuleList([te.GroupedLinear(2, 64, 64), te.GroupedLinear(2, 64, 64), nn.Linear(64, 64)])
+        setattr(model[holder], name, model[twin].get_parameter(f"weight{index}"))
+        return model
+
+    yield build(1, "weight1", 0, 0)
+    yield build(0, "weight1", 0, 0)
+    yield build(2, "weight", 0, 1)
+
+
+@ranks(2)
+def test_experts_that_no_stack_can_hold_are_refused(mesh, rank, world_size):
+    """One that is tied by itself, or frozen by itself; whole stacks may be either."""
+    with te.installed():
+        for model in tied_experts():
+            before = dict(model.named_parameters(remove_duplicate=False))
+            with pytest.raises(ValueError, match=r"[01]\.weight of shape \(2, 64, 64\) .*tied"):
+                parallelize_module(model, mesh, GTPStyle())
+            for name, param in model.named_parameters(remove_duplicate=False):
+                assert before[name] is param
+        for model in tied_experts():
+            parts = list(model) if model[2].weight is model[0].weight1 else [model[0], model[1]]
+            with pytest.raises(ValueError, match="tied to"):
+                for part in parts:
+                    parallelize_module(part, mesh, GTPStyle())
+        model = te.GroupedLinear(2, 64, 64)
+        model.weight1.requires_grad_(False)
+        with pytest.raises(ValueError, match=r"weight of shape \(2, 64, 64\).*requires_grad is True for some"):
+            parallelize_module(model, mesh, GTPStyle())
+
+        def build():
+            model = nn.ModuleList(
+                [te.GroupedLinear(2, 64, 64), te.GroupedLinear(2, 64, 64), te.GroupedLinear(2, 64, 8)]
+            )
+            for index in range(2):
+                setattr(model[1], f"weight{index}", model[0].get_parameter(f"weight{index}"))
+                model[2].get_parameter(f"weight{index}").requires_grad_(False)
+            return model
+
+        model, reference = build_pair(build)
+        parallelize_module(model, mesh, GTPStyle())
+        assert model[0].weight is model[1].weight and not model[2].weight.requires_grad
+        for net, peers in ((model, [rank]), (reference, range(world_size))):
+            for peer in peers:
+                x = batch_of(peer, dim=64)
+                for layer in net:
+                    x = layer(x, [4, 5])
+                (mean_square(x) / len(peers)).backward()
+        stack = torch.stack([reference[0].get_parameter(f"weight{index}").grad for index in range(2)])
+        assert_close_to_reference(full(model[0].weight.grad), stack)
