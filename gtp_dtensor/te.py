@@ -1,7 +1,8 @@
-"""TransformerEngine's modules under GTP: how they are made ready, and their forward; see te_weight.py for what they read.
+"""TransformerEngine's modules under GTP: how they are made ready, and their forward; see te_weight.py for what they
+read.
 
-The experts of a GroupedLinear are one parameter, ``weight`` (experts, out, in), in place of ``weight0`` ...: one gather and
-one reduction. It is what TE calls such a parameter itself, and finds in a state dict.
+The experts of a GroupedLinear are one parameter, ``weight`` (experts, out, in), in place of ``weight0`` ...: one gather
+and one reduction. It is what TE calls such a parameter itself, and finds in a state dict.
 
 This module never imports TransformerEngine: who gets here has met a module of it.
 """
@@ -42,12 +43,13 @@ from .te_modules import (
     is_op,
     num_experts,
     refusal,
+    showing,
     stack_experts,
     te_class,
     uses_protocol,
 )
 from .te_state import plain_class, state_methods
-from .te_weight import WeightUse, attach
+from .te_weight import WeightUse, attach, gemm_dtype
 from .wire import WireFormat
 from .wires import is_te
 
@@ -55,8 +57,9 @@ from .wires import is_te
 
 
 class Replacements:
-    """What TE's modules get in place of parameters of other kinds: values in high precision for those in FP8, DTensors for
-    parts of tensor-parallel weights, one stack for the experts' weights. Nothing is changed before :meth:`register`.
+    """What TE's modules get in place of parameters of other kinds: values in high precision for those in FP8, DTensors
+    for parts of tensor-parallel weights, one stack for the experts' weights. Nothing is changed before
+    :meth:`register`.
 
     Attributes:
         stacks: ids of stacks.
@@ -83,13 +86,14 @@ class Replacements:
         olds = self.replaced.get(id(param), [])
         if len({old.requires_grad for old in olds}) > 1:
             raise ValueError(
-                f"{what} is one parameter for all experts, and requires_grad is True for some of them: set it alike for all"
+                f"{what} is one parameter for all experts, and requires_grad is True for some of them: set it alike "
+                "for all"
             )
         successors = [getattr(old, SUCCESSOR, lambda: None)() for old in olds]
         if any(successors) or any(self._num_holders[id(old)] > 1 for old in olds):
             raise ValueError(
-                f"{what} replaces a parameter that is tied to another: untie them, or let one GTPStyle serve both, and of a "
-                "GroupedLinear all experts in the same order"
+                f"{what} replaces a parameter that is tied to another: untie them, or let one GTPStyle serve both, and "
+                "of a GroupedLinear all experts in the same order"
             )
 
     def register(self) -> None:
@@ -139,7 +143,7 @@ class Replacements:
         return new
 
     def _mesh_of(self, group: dist.ProcessGroup) -> DeviceMesh:
-        """The mesh of ``group``: that of the model's other tensor-parallel parameters, where these have the same ranks."""
+        """The mesh of ``group``: that of the model's other tensor-parallel parameters, where they have the same ranks."""
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self._meshes:
             meshes = (param.device_mesh for param in self._root.parameters() if isinstance(param, DTensor))
@@ -183,7 +187,7 @@ def _tp_placement(module: nn.Module, name: str) -> Shard | Replicate | None:
 
 
 def check(module: nn.Module, fqn: str) -> None:
-    """Nothing: see :func:`refuse`."""
+    """Nothing: a plan asks ``te_modules.refuse`` of all modules of TE's, sharded or not."""
 
 
 def wire_of(module: nn.Module) -> WireFormat | None:
@@ -240,14 +244,13 @@ def _forward(base: type[nn.Module], module: nn.Module, args: tuple, kwargs: dict
     elif "inp" in kwargs:
         kwargs = {**kwargs, **cast_arguments(dtypes, (), {"inp": kwargs["inp"]})[1]}
     inp = args[0] if args else kwargs.get("inp")
-    attributes = module.__dict__
-    shown, use = _shown(module, uses_protocol(base, module), inp)
-    before = {name: attributes[name] for name in shown if name in attributes}
+    has_protocol = inp is not None and uses_protocol(base, module)  # without an input TE says what is missing
+    shown, use = _shown(module, has_protocol, inp)
     try:
-        attributes.update(shown)
-        output = base.forward(module, *args, **kwargs)
-        if use is not None and attributes.get("_fp8_workspaces"):
-            attributes["_fp8_workspaces"].clear()
+        with showing(module, shown):
+            output = base.forward(module, *args, **kwargs)
+        if use is not None and module._fp8_workspaces:
+            module._fp8_workspaces.clear()
             raise RuntimeError(
                 f"{use.weight.fqn}: TransformerEngine kept the gathered weight in FP8, as for CUDA graphs with "
                 "cache_quantized_params=True: call it without"
@@ -257,11 +260,6 @@ def _forward(base: type[nn.Module], module: nn.Module, args: tuple, kwargs: dict
         if use is not None:
             use.release()
             use.module = None
-        for name in shown:
-            if name in before:
-                attributes[name] = before[name]
-            else:
-                attributes.pop(name, None)
 
 
 def _shown(
@@ -278,7 +276,7 @@ def _shown(
             continue
         weight = weight_of(module, name)
         needs_dgrad = inp.requires_grad or te_class(type(module)).__name__ == NORM_LINEAR
-        use = WeightUse(weight, module, _compute_dtype(inp), needs_dgrad)
+        use = WeightUse(weight, module, gemm_dtype(inp, inp.dtype), needs_dgrad)
         handles = attach(use, weight.param)
         shown[name] = handles if has_experts else handles[0]
     for name in state.smalls:
@@ -289,14 +287,10 @@ def _shown(
         experts = experts.unbind(0) if isinstance(experts, torch.Tensor) else experts
         shown |= {f"weight{index}": expert for index, expert in enumerate(experts)}
         shown[STACK] = None
-    # The wgrad GEMM writes into the memory that is reduced. (What TE does with the parameter's own main_grad, it does not.)
+    # The wgrad GEMM writes into the memory that is reduced. (What TE does with the parameter's own main_grad, it does
+    # not.)
     shown["fuse_wgrad_accumulation"] = use is not None
     return shown, use
-
-
-def _compute_dtype(inp: torch.Tensor) -> torch.dtype:
-    kind = inp.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inp.dtype
 
 
 def _local(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
@@ -351,8 +345,8 @@ def _initialise(module: nn.Module, name: str, param: nn.Parameter) -> None:
     meta = init_meta(module, name)
     if meta.get_rng_state_tracker is not None:
         raise NotImplementedError(
-            f"reset_parameters of a {type(module).__name__}: get_rng_state_tracker draws other numbers on each rank, GTP one "
-            "logical weight for all: build it without"
+            f"reset_parameters of a {type(module).__name__}: get_rng_state_tracker draws other numbers on each rank, "
+            "GTP one logical weight for all: build it without"
         )
     is_stack = name == STACK and is_grouped(type(module))
     for part in [param[index] for index in range(len(param))] if is_stack else [param]:
@@ -363,8 +357,9 @@ def _initialise(module: nn.Module, name: str, param: nn.Parameter) -> None:
 
 
 def plain_extra_state(model: nn.Module) -> nn.Module:
-    """Give TE's modules in ``model``, which GTP does not shard, the ``_extra_state`` that they have under it: scales and
-    histories of delayed scaling as bytes (uint8, on the CPU) in place of a pickle, which TE does not load by default.
+    """Give TE's modules in ``model``, which GTP does not shard, the ``_extra_state`` that they have under it: scales
+    and histories of delayed scaling as bytes (uint8, on the CPU) in place of a pickle, which TE does not load by
+    default.
 
     Checkpoints then load into sharded and unsharded models alike, through ``CheckedLoadPlanner`` also into modules that
     have not run. TE's own pickles still load where TE allows it (``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``).

@@ -1,5 +1,5 @@
-"""Expert parallelism with TransformerEngine's GroupedLinear, which knows nothing of it: each rank of the axis builds one for
-experts of its own, under the same names, and moves tokens itself."""
+"""Expert parallelism with TransformerEngine's GroupedLinear, which knows nothing of it: each rank of the axis builds
+one for experts of its own, under the same names, and moves tokens itself."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from .wires import is_te
 
 
 class TEExpertParallel(ParallelStyle):
-    """Says that the experts of a te.GroupedLinear (or te.ops.GroupedLinear) are those of this rank of an axis: all ranks'
-    together are one logical stack, rank r's from r x ``num_gemms`` on. Moves no tokens. Comes before the style of experts::
+    """Says that the experts of a te.GroupedLinear (or te.ops.GroupedLinear) are those of this rank of an axis: all
+    ranks' together are one logical stack, rank r's from r x ``num_gemms`` on. Moves no tokens. Comes before the style
+    of experts::
 
         parallelize_module(model, mesh["ep"], {"layers.*.experts": TEExpertParallel()})
         parallelize_module(model, mesh["egtp"], GTPStyle(is_expert=True, modules=["layers.*.experts"]))
@@ -34,15 +35,16 @@ class TEExpertParallel(ParallelStyle):
             raise ValueError(f"TEExpertParallel is for GroupedLinear of TransformerEngine, and got a {kind}")
         if device_mesh.ndim != 1:
             raise ValueError(
-                f"TEExpertParallel: {kind} needs the 1-D mesh of the expert-parallel axis and got a {device_mesh.ndim}-D mesh "
-                f'with axes {device_mesh.mesh_dim_names}: pass a slice of it, such as mesh["ep"]'
+                f"TEExpertParallel: {kind} needs the 1-D mesh of the expert-parallel axis and got a "
+                f"{device_mesh.ndim}-D mesh with axes {device_mesh.mesh_dim_names}: pass a slice of it, such as "
+                'mesh["ep"]'
             )
         if STATE in module.__dict__:
             raise ValueError(f"TEExpertParallel: {kind} is under GTP: apply it before GTPStyle")
         if getattr(module, "tp_size", 1) > 1:
             raise ValueError(
-                f"TEExpertParallel: {kind} with tp_size={module.tp_size}: experts of other ranks whose features are cut are not "
-                "served: build it with tp_size=1"
+                f"TEExpertParallel: {kind} with tp_size={module.tp_size}: experts of other ranks whose features are "
+                "cut are not served: build it with tp_size=1"
             )
         module.__dict__[EXPERT_MESH] = device_mesh
         return module

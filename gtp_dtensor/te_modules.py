@@ -1,10 +1,12 @@
-"""What ``te`` has to know of TransformerEngine's modules: which they are, what of them cannot be served, and how TE calls
-their parts. Imports nothing of it: who has a module of TE's has imported it."""
+"""What ``te`` has to know of TransformerEngine's modules: which they are, what of them cannot be served, and how TE
+calls their parts. Imports nothing of it: who has a module of TE's has imported it."""
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn as nn
@@ -40,8 +42,8 @@ def num_experts(module: nn.Module) -> int:
 
 
 def uses_protocol(base: type[nn.Module], module: nn.Module) -> bool:
-    """Whether the forward of ``base``, the class of ``module`` without GTP, asks its weight by the protocol. Not where it has
-    several, which TE would concatenate, and not where a class derived from TE's has a forward of its own."""
+    """Whether the forward of ``base``, the class of ``module`` without GTP, asks its weight by the protocol. Not where
+    it has several, which TE would concatenate, and not where a class derived from TE's has a forward of its own."""
     own = te_class(base)
     names = getattr(module, "weight_names", None) or ["weight"]
     methods = ("forward", "fuser_forward", "fuser_backward") if is_op(base) else ("forward",)
@@ -75,13 +77,14 @@ def refusal(module: nn.Module) -> str | None:
         return f"TransformerEngine is {_version()}, and weights are gathered for it since 2.19: install 2.19 or later"
     if is_op(type(module)) and (name != GROUPED or not uses_protocol(type(module), module)):
         return (
-            f"{name} of te.ops reads registered parameters in its backward too, where they are shards: use te.ops.GroupedLinear "
-            "itself, a module of transformer_engine.pytorch such as Linear, LayerNormLinear or GroupedLinear, or of torch.nn"
+            f"{name} of te.ops reads registered parameters in its backward too, where they are shards: use "
+            "te.ops.GroupedLinear itself, a module of transformer_engine.pytorch such as Linear, LayerNormLinear or "
+            "GroupedLinear, or of torch.nn"
         )
     if getattr(module, "_accumulate_into_main_grad", False):
         return (
-            "accumulate_into_main_grad=True adds to a buffer of the user's, and GTP reduces the gradient: build it with "
-            "accumulate_into_main_grad=False"
+            "accumulate_into_main_grad=True adds to a buffer of the user's, and GTP reduces the gradient: build it "
+            "with accumulate_into_main_grad=False"
         )
     store = getattr(module, "wgrad_store", None)
     if store is not None and store.delay_wgrad_compute():
@@ -91,7 +94,9 @@ def refusal(module: nn.Module) -> str | None:
         )
     for option in ("single_grouped_weight", "single_grouped_bias"):
         if getattr(module, option, False):
-            return f"{option}=True packs experts in a tensor of TE's own, which is not sharded: build it with {option}=False"
+            return (
+                f"{option}=True packs experts in a tensor of TE's, which is not sharded: build it with {option}=False"
+            )
     overlaps = _is_set(module, "ub_overlap", "ub_bulk")
     if overlaps:
         return f"{overlaps[0]}=True communicates in TE's own buffers, untested under GTP: build it without"
@@ -121,8 +126,8 @@ def _device_refusal(module: nn.Module) -> str | None:
         is_available, why = getattr(sys.modules["transformer_engine.pytorch"], _SUPPORT[kind])(return_reason=True)
         if not is_available:
             return (
-                f"quantized_model_init made it for TE's {kind}, whose kernels this device does not have ({why}): choose "
-                "another recipe, such as Float8CurrentScaling, or another device"
+                f"quantized_model_init made it for TE's {kind}, whose kernels this device does not have ({why}): "
+                "choose another recipe, such as Float8CurrentScaling, or another device"
             )
     return None
 
@@ -136,14 +141,15 @@ def _expert_refusal(module: nn.Module, is_expert: bool) -> str | None:
         getattr(param, "allreduce", True) is False for param in module.parameters(recurse=False)
     ):
         return (
-            "its parameters have allreduce=False, which says that other ranks have other experts under the same names: apply "
-            "TEExpertParallel (gtp_dtensor.te_experts) on the expert-parallel axis before GTPStyle(is_expert=True)"
+            "its parameters have allreduce=False, which says that other ranks have other experts under the same names: "
+            "apply TEExpertParallel (gtp_dtensor.te_experts) on the expert-parallel axis before "
+            "GTPStyle(is_expert=True)"
         )
     return None
 
 
 def refuse(module: nn.Module, what: str, is_expert: bool) -> None:
-    """Raise ``ValueError`` where ``module``, one of TE's that owns ``what``, cannot be served by a style (of experts)."""
+    """Raise ``ValueError`` where ``module``, one of TE's that owns ``what``, cannot be served by the style."""
     why = refusal(module) or _expert_refusal(module, is_expert)
     if why is not None:
         raise ValueError(f"{what}, of a {type(module).__name__} of TransformerEngine: {why}")
@@ -157,6 +163,20 @@ def stack_experts(module: nn.Module, state_dict: dict, prefix: str) -> None:
     names = [f"{prefix}weight{index}" for index in range(num_experts(module))]
     if prefix + STACK not in state_dict and all(name in state_dict for name in names):
         state_dict[prefix + STACK] = torch.stack([state_dict.pop(name) for name in names])
+
+
+@contextmanager
+def showing(module: nn.Module, shown: dict[str, object]) -> Iterator[None]:
+    """Inside: ``module`` has these as attributes, which Python finds before registered parameters."""
+    attributes = module.__dict__
+    before = {name: attributes[name] for name in shown if name in attributes}
+    try:
+        attributes.update(shown)
+        yield
+    finally:
+        for name in shown:
+            attributes.pop(name, None)
+        attributes.update(before)
 
 
 def init_meta(module: nn.Module, name: str) -> object:

@@ -1,21 +1,20 @@
 """te.ops.GroupedLinear under GTP, called by itself or in a te.ops.Sequential.
 
 [Note: te.ops]
-    A pipeline of te.ops is one autograd function of TE's, whose inputs are the parameters that the operations had when the
-    pipeline was built: here the DTensor shards. It never calls an operation's ``forward``, but ``fuser_forward`` and
-    ``fuser_backward``, which read weights as attributes, in the backward too. So both run with handles (see
+    A pipeline of te.ops is one autograd function of TE's, whose inputs are the parameters that the operations had when
+    the pipeline was built: here the DTensor shards. It never calls an operation's ``forward``, but ``fuser_forward``
+    and ``fuser_backward``, which read weights as attributes, in the backward too. So both run with handles (see
     te_weight.py) in the instance's ``__dict__``, both for the one use that TE's context of the operation keeps; and
     gradients of parameters are given to the engine, or not, where ``fuser_backward`` returns them.
 
-    TE always computes the gradient of an operation's input there, so a backward always gathers; and gradients of weights
-    come in the dtype of activations, in memory of TE's.
+    TE always computes the gradient of an operation's input there, so a backward always gathers; and gradients of
+    weights come in the dtype of activations, in memory of TE's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from .functional import Edge, edge_to, param_edge, reduce_small_grad, reduce_weight_grad
 from .init import logical_init
 from .members import STATE, ModuleState, small_of, state_members, weight_of
-from .te_modules import STACK, num_experts, recipe_in_force, stack_experts, weight_quantizers
-from .te_weight import TEWeight, WeightUse
+from .te_modules import STACK, num_experts, recipe_in_force, showing, stack_experts, weight_quantizers
+from .te_weight import TEWeight, WeightUse, gemm_dtype
 from .weight import Lease
 
 _KIND = "_gtp_forward_kind"  # attribute: of the forward that is running, in which autograd is off
@@ -61,9 +60,9 @@ def _edge_of(param: nn.Parameter, fqn: str) -> Edge:
         if node is not None and getattr(node, "variable", None) is param:
             return param_edge(param, edge_to(node))
     raise RuntimeError(
-        f"{fqn}: TransformerEngine's pipeline of operations was built with another parameter, so this one's gradient would be "
-        "lost: build the OperationFuser after GTPStyle, and a new one (Sequential: _module_groups = None) where parameters "
-        "are replaced"
+        f"{fqn}: TransformerEngine's pipeline of operations was built with another parameter, so this one's gradient "
+        "would be lost: build the OperationFuser after GTPStyle, and a new one (Sequential: _module_groups = None) "
+        "where parameters are replaced"
     )
 
 
@@ -98,11 +97,11 @@ def _preparations(base: type[nn.Module]) -> tuple[Callable, ...]:
         recipe = recipe_in_force(self)
         if recipe is not None and any(getattr(recipe, kind, bool)() for kind in ("mxfp8", "nvfp4")):
             raise NotImplementedError(
-                f"{_fqn(self, STACK)}: with {type(recipe).__name__} TransformerEngine may fuse operations to one that reads their "
-                "weights by itself: use te.GroupedLinear, or a recipe of float8"
+                f"{_fqn(self, STACK)}: with {type(recipe).__name__} TransformerEngine may fuse operations to one that "
+                "reads their weights by itself: use te.GroupedLinear, or a recipe of float8"
             )
         self.__dict__[_KIND] = state_members(self)[0].runtime.forward_kind()
-        with _showing(self, {"weight0": self._parameters[STACK]}):  # is asked whether it wants a gradient
+        with showing(self, {"weight0": self._parameters[STACK]}):  # is asked whether it wants a gradient
             base.pre_fuser_forward(self, requires_grad=requires_grad)
 
     return pre_first_fuser_forward, pre_fuser_forward
@@ -115,12 +114,12 @@ def _passes(base: type[nn.Module]) -> tuple[Callable, ...]:
         use = None
         if STACK in self.__dict__[STATE].weights:
             weight = weight_of(self, STACK)
-            use = OpUse(weight, self, _compute_dtype(weight.compute_dtype, input_), True)
+            use = OpUse(weight, self, gemm_dtype(input_, weight.compute_dtype), True)
             use.kind = self.__dict__[_KIND]
         trained = {name: param for name, param in self._parameters.items() if param is not None and param.requires_grad}
         basic_op_ctxs[0].gtp = _Passage(use, trained)
         try:
-            with _showing(self, _shown(self, use)):
+            with showing(self, _shown(self, use)):
                 return base.fuser_forward(self, basic_op_ctxs, input_, **options)
         finally:
             if use is not None:
@@ -129,7 +128,7 @@ def _passes(base: type[nn.Module]) -> tuple[Callable, ...]:
     def fuser_backward(self: nn.Module, basic_op_ctxs: list, grad_output: torch.Tensor, **options) -> tuple:
         passage: _Passage = basic_op_ctxs[0].gtp
         try:
-            with _showing(self, _shown(self, passage.use)):
+            with showing(self, _shown(self, passage.use)):
                 grad_input, (grads,), extra = base.fuser_backward(self, basic_op_ctxs, grad_output, **options)
         finally:
             if passage.use is not None:
@@ -146,8 +145,8 @@ def _state_methods(base: type[nn.Module]) -> tuple[Callable, ...]:
         """Initialise the logical parameters, in place."""
         if self._rng_state_tracker_function is not None:
             raise NotImplementedError(
-                f"reset_parameters of a {type(self).__name__}: rng_state_tracker_function draws other numbers on each rank, GTP "
-                "one logical weight for all: build it without"
+                f"reset_parameters of a {type(self).__name__}: rng_state_tracker_function draws other numbers on each "
+                "rank, GTP one logical weight for all: build it without"
             )
         with logical_init():
             stack = self._parameters[STACK]
@@ -169,32 +168,15 @@ def check_format(module: nn.Module) -> None:
     kind = type(weight_quantizers(module)[0]).__name__
     if kind not in ("Float8CurrentScalingQuantizer", "Float8BlockQuantizer"):
         raise ValueError(
-            f"{type(module).__name__} of te.ops with {num_experts(module)} weights made in FP8 by TransformerEngine's {kind}, which "
-            "te.ops forgets in each call outside of an autocast: use wire_format='bf16' (or wire_format_overrides), and TE "
-            "quantizes them where they are used"
+            f"{type(module).__name__} of te.ops with {num_experts(module)} weights made in FP8 by TransformerEngine's "
+            f"{kind}, which te.ops forgets in each call outside of an autocast: use wire_format='bf16' (or "
+            "wire_format_overrides), and TE quantizes them where they are used"
         )
 
 
 def _fqn(module: nn.Module, name: str) -> str:
     state: ModuleState = module.__dict__[STATE]
     return (state.weights.get(name) or state.smalls[name]).fqn
-
-
-def _compute_dtype(dtype: torch.dtype, inp: torch.Tensor) -> torch.dtype:
-    """That TE computes in: its weights', without autocast."""
-    kind = inp.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
-
-
-@contextmanager
-def _showing(module: nn.Module, shown: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Inside: ``module`` has these as attributes."""
-    try:
-        module.__dict__.update(shown)
-        yield
-    finally:
-        for name in shown:
-            module.__dict__.pop(name, None)
 
 
 def _shown(module: nn.Module, use: OpUse | None) -> dict[str, torch.Tensor]:

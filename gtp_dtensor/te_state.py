@@ -1,12 +1,12 @@
 """The ``_extra_state`` of TransformerEngine's modules: scales and histories of delayed scaling, without TE's pickle.
 
 [Note: extra state]
-    A CPU tensor of bytes: numbers of 64 bits (``_MAGIC``, format, quantizers and history length of the forward, the same of
-    the backward), then float32: scales and history of the forward, scales and history of the backward. Empty for recipes
-    without such state. All ranks have the same, so DCP writes it once.
+    A CPU tensor of bytes: numbers of 64 bits (``_MAGIC``, format, quantizers and history length of the forward, the
+    same of the backward), then float32: scales and history of the forward, scales and history of the backward. Empty
+    for recipes without such state. All ranks have the same, so DCP writes it once.
 
-    Its length is that of the recipe's histories: known when a module is made by ``quantized_model_init``, otherwise since
-    its first step. ``CheckedLoadPlanner`` gives a state dict the length that the checkpoint has.
+    Its length is that of the recipe's histories: known when a module is made by ``quantized_model_init``, otherwise
+    since its first step. ``CheckedLoadPlanner`` gives a state dict the length that the checkpoint has.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def _make_scalings(module: nn.Module, format_name: str, sizes: list[int]) -> lis
 
 @functools.lru_cache(maxsize=None)
 def state_methods(base: type[nn.Module]) -> dict[str, object]:
-    """``get_extra_state`` and ``set_extra_state`` of a class derived from TE's ``base``; empty where it has none like TE's
-    modules."""
+    """``get_extra_state`` and ``set_extra_state`` of a class derived from TE's ``base``; empty where it has none like
+    TE's modules."""
     is_module = te_class(base).__module__.startswith("transformer_engine.pytorch.module.")
     if not is_module or base.get_extra_state is nn.Module.get_extra_state:
         return {}
@@ -108,8 +108,8 @@ def state_methods(base: type[nn.Module]) -> dict[str, object]:
         return base.get_extra_state(self) if scalings is None else _packed(self, scalings)
 
     def set_extra_state(self: nn.Module, state: torch.Tensor) -> None:
-        """Load what :meth:`get_extra_state` returned, also where histories have another length; TE's own pickles where TE
-        does.
+        """Load what :meth:`get_extra_state` returned, also where histories have another length; TE's own pickles where
+        TE does.
 
         Raises:
             ValueError: the state is broken, or of a module with other GEMMs.

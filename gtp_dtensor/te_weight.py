@@ -1,21 +1,21 @@
 """What TransformerEngine's linears read for a sharded weight, and what they give its gradient to.
 
 [Note: TransformerEngine's protocol]
-    TE (2.19 and later) lets a weight be a tensor with ``is_distributed_weight``, which its linears ask for what their GEMMs
-    read (``materialize_group_for_forward``, ``materialize_group_for_backward``), for the memory that the wgrad GEMM
-    writes (``grad_buffer``), and give the gradient to (``finalize_group_grads``). While a module's forward runs, its
-    instance ``__dict__`` holds such a *handle* for the weight, without memory, made for this use; TE saves it for
+    TE (2.19 and later) lets a weight be a tensor with ``is_distributed_weight``, which its linears ask for what their
+    GEMMs read (``materialize_group_for_forward``, ``materialize_group_for_backward``), for the memory that the wgrad
+    GEMM writes (``grad_buffer``), and give the gradient to (``finalize_group_grads``). While a module's forward runs,
+    its instance ``__dict__`` holds such a *handle* for the weight, without memory, made for this use; TE saves it for
     backward. The registered parameter stays the DTensor shard.
 
-    Handle -> graph node ``_Attach`` -> the parameter's own node: so engine edges, ``autograd.grad`` and hooks mean what they
-    mean for any parameter. What ``finalize_group_grads`` reduces reaches autograd through ``_Attach``, where wanted.
+    Handle -> graph node ``_Attach`` -> the parameter's own node: so engine edges, ``autograd.grad`` and hooks mean what
+    they mean for any parameter. What ``finalize_group_grads`` reduces reaches autograd through ``_Attach``, where
+    wanted.
 
 [Note: what TE leaves to us]
     No call says that reading is over: a forward's lease ends with the module's forward, a backward's with
-    ``finalize_group_grads``, or with its use. TE keeps the gathered tensor objects beyond (LayerNormLinear on its ctx), so
-    they are emptied, not dropped.
-    A weight that arrives in high precision is quantized by TE in a forward, but not in every backward: there we do it, with
-    the quantizer, and for delayed scaling the scale, of the forward.
+    ``finalize_group_grads``, or with its use. TE keeps the gathered tensor objects beyond (LayerNormLinear on its ctx),
+    so they are emptied, not dropped. A weight that arrives in high precision is quantized by TE in a forward, but not
+    in every backward: there we do it, with the quantizer, and for delayed scaling the scale, of the forward.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _running_node = torch._C._current_autograd_node
 
 
 class WeightUse:
-    """One forward's use of the weight of a module, and its backward: what the handles that TE saved lead back to. Holds no
-    handle: they hold it."""
+    """One forward's use of the weight of a module, and its backward: what the handles that TE saved lead back to. Holds
+    no handle: they hold it."""
 
     __slots__ = (
         "weight",
@@ -96,8 +96,8 @@ class WeightUse:
         """The backward runs outside of TE's autocast, when scales have moved on."""
         if getattr(recipe, "backward_override", None) is not None:
             raise RuntimeError(
-                f"{self.weight.fqn}: backward_override={recipe.backward_override!r} of the recipe reads weights that are not "
-                "gathered: use a recipe without it"
+                f"{self.weight.fqn}: backward_override={recipe.backward_override!r} of the recipe reads weights that "
+                "are not gathered: use a recipe without it"
             )
         self.quantizers = weight_quantizers(module)
         if self.weight.quantized is None:
@@ -182,9 +182,15 @@ def _attached(weight: ShardedWeight) -> torch.autograd.graph.Node:
     raise RuntimeError(f"{weight.fqn}: TransformerEngine computed its gradient outside of its own backward")
 
 
+def gemm_dtype(inp: torch.Tensor, otherwise: torch.dtype) -> torch.dtype:
+    """What GEMMs on ``inp`` compute in: autocast's dtype where one is on."""
+    kind = inp.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else otherwise
+
+
 class TEWeight(torch.Tensor):
-    """What a TE module reads for a sharded weight, or for one expert of a stack; see [Note: TransformerEngine's protocol].
-    Has the shape of the TP-local weight and no memory."""
+    """What a TE module reads for a sharded weight, or for one expert of a stack; see [Note: TransformerEngine's
+    protocol]. Has the shape of the TP-local weight and no memory."""
 
     is_distributed_weight = True
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -208,8 +214,8 @@ class TEWeight(torch.Tensor):
             return TEWeight(args[0].use, args[0].index)
         handle = next(arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, TEWeight))
         raise RuntimeError(
-            f"{handle.use.weight.fqn}: {func} of a weight that is not gathered: of its module only TransformerEngine's own "
-            "forward and backward may read it, and activations cannot be offloaded (save_on_cpu, TE's cpu_offload)"
+            f"{handle.use.weight.fqn}: {func} of a weight that is not gathered: of its module only TransformerEngine's "
+            "own forward and backward may read it, and activations cannot be offloaded (save_on_cpu, TE's cpu_offload)"
         )
 
     def materialize_group_for_forward(self) -> list[torch.Tensor]:
@@ -217,6 +223,11 @@ class TEWeight(torch.Tensor):
 
     def materialize_group_for_backward(self) -> list[torch.Tensor]:
         use = self.use
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{use.weight.fqn}: a backward with create_graph=True: TransformerEngine's kernels leave no graph, so "
+                "gradients of second order would lack its modules: take them without these modules"
+            )
         if use.needs_dgrad:
             return use.gather_for_backward()
         use.weight.runtime.enter()

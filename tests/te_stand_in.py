@@ -1,8 +1,8 @@
-"""What ``gtp_dtensor.te`` meets of TransformerEngine, without it: modules, quantizers and tensors that follow its protocol
-call by call, with GEMMs of torch on dequantized numbers.
+"""What ``gtp_dtensor.te`` meets of TransformerEngine, without it: modules, quantizers and tensors that follow its
+protocol call by call, with GEMMs of torch on dequantized numbers.
 
-The order of calls, who is asked whether a gradient is wanted, what is saved and what a backward does not quantize by itself
-are those of TE 2.20. tests/test_te_gpu.py runs the real one.
+The order of calls, who is asked whether a gradient is wanted, what is saved and what a backward does not quantize by
+itself are those of TE 2.20. tests/test_te_gpu.py runs the real one.
 """
 
 from __future__ import annotations
@@ -124,12 +124,13 @@ class _GEMMs(torch.autograd.Function):
         ctx.alive = weakref.ref(gathered[0])
         saved = weights if is_dist else [w.detach() for w in operands]
         ctx.save_for_backward(inp.detach(), *rows, *saved, norm_weight)
-        ctx.use = module, splits, quantizers, rstd, len(biases), weights[0].dtype
+        ctx.use = module, splits, quantizers, rstd, len(biases)
         return torch.cat(outs).view(-1, *inp.shape[1:-1], outs[0].shape[-1])
 
     @staticmethod
     def backward(ctx, grad_y):
-        module, splits, quantizers, rstd, num_biases, dtype = ctx.use
+        assert ctx.use is not None, "TE's backward runs once"
+        (module, splits, quantizers, rstd, num_biases), ctx.use = ctx.use, None
         num, kind = len(splits), module.kind
         inp, *saved = ctx.saved_tensors
         rows, weights, norm_weight = saved[:num], saved[num : 2 * num], saved[-1]

@@ -1,5 +1,6 @@
-"""te.ops of the stand-in for TransformerEngine (te_stand_in.py): pipelines of operations, and the one that asks its weights
-by the protocol. Who holds parameters, reads which attribute when and returns which gradient is as in TE 2.20."""
+"""te.ops of the stand-in for TransformerEngine (te_stand_in.py): pipelines of operations, and the one that asks its
+weights by the protocol. Who holds parameters, reads which attribute when and returns which gradient is as in TE
+2.20."""
 
 from __future__ import annotations
 

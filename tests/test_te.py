@@ -138,7 +138,7 @@ def test_what_the_engine_wants(mesh, rank, world_size):
 
 
 @ranks(2)
-def test_writes_between_forward_and_backward_and_offloading_are_refused(mesh):
+def test_what_a_backward_cannot_do_is_refused(mesh):
     with te.installed():
         model = parallelize_module(Net(), mesh, GTPStyle(min_numel=100))
         loss = mean_square(model(batch_of(0)))
@@ -149,6 +149,11 @@ def test_writes_between_forward_and_backward_and_offloading_are_refused(mesh):
         offloads = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved)
         with offloads, pytest.raises(RuntimeError, match=r"weight: .*not gathered.*offloaded"):
             model(batch_of(0))
+        with pytest.raises(RuntimeError, match=r"c\.weight: a backward with create_graph=True"):
+            torch.autograd.grad(mean_square(model(batch_of(0))), model.b.weight, create_graph=True)
+        with pytest.raises(TypeError, match="inp"):
+            model.b()
+        assert stats(model).live_lease_bytes == 0
 
 
 @ranks(2)

@@ -111,8 +111,8 @@ def test_mxfp8(mesh, rank):
 
 @on_four
 def test_nvfp4(mesh, rank):
-    """Codes, scales and the largest value are those of TE's own arithmetic in Python on the whole weight, and what TE makes
-    of them for a backward is that on its transpose."""
+    """Codes, scales and the largest value are those of TE's own arithmetic in Python on the whole weight, and what TE
+    makes of them for a backward is that on its transpose."""
     from transformer_engine.pytorch import NVFP4Quantizer, NVFP4Tensor
     from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
     from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats

@@ -78,8 +78,8 @@ def check_grads(what, module, reference, mesh, mode, is_sequence, faults, recipe
 @on_four
 @pytest.mark.parametrize("recipe_name", RECIPES)
 def test_tensor_parallelism_is_that_of_te(rank, recipe_name):
-    """tp 2 x gtp 2 beside TE's tp 2: y and dx to the last bit. A module on one rank is no such reference in FP8: TE scales
-    slices of weights, inputs and gradients by themselves."""
+    """tp 2 x gtp 2 beside TE's tp 2: y and dx to the last bit. A module on one rank is no such reference in FP8: TE
+    scales slices of weights, inputs and gradients by themselves."""
     mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("gtp", "tp"))
     tp_rank, gtp_rank = mesh.get_local_rank("tp"), mesh.get_local_rank("gtp")
     recipe, faults = recipe_of(recipe_name), []
@@ -123,8 +123,8 @@ def test_tensor_parallelism_is_that_of_te(rank, recipe_name):
 @on_four
 @pytest.mark.parametrize("recipe_name", RECIPES)
 def test_tensor_parallelism_and_one_rank(rank, recipe_name):
-    """Slices are right: a module on one rank gives the same but for rounding. bf16: partial sums of GEMMs. FP8: slices of
-    gradients are scaled by themselves, and E5M2 has two bits behind its first."""
+    """Slices are right: a module on one rank gives the same but for rounding. bf16: partial sums of GEMMs. FP8: slices
+    of gradients are scaled by themselves, and E5M2 has two bits behind its first."""
     mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("gtp", "tp"))
     tp_rank, gtp_rank = mesh.get_local_rank("tp"), mesh.get_local_rank("gtp")
     recipe, rtol, faults = recipe_of(recipe_name), 2**-7 if recipe_name == "bf16" else 2**-3, []

@@ -1,5 +1,5 @@
-"""TransformerEngine's own tensor and sequence parallelism under GTP, on a stand-in for it; tests/test_te_gpu_tp.py has the
-real one."""
+"""TransformerEngine's own tensor and sequence parallelism under GTP, on a stand-in for it; tests/test_te_gpu_tp.py has
+the real one."""
 
 import pytest
 import torch

@@ -2,12 +2,13 @@
 
 Names of weights stay, and only delayed scaling has state of its own: checkpoints of either backend load with the other.
 
-Each block computes in a `te.autocast` region of its own: inside activation checkpointing, which re-runs a block outside of
-any region around the model. Delayed scaling has one region around the whole model besides: scales move on where the
+Each block computes in a `te.autocast` region of its own: inside activation checkpointing, which re-runs a block outside
+of any region around the model. Delayed scaling has one region around the whole model besides: scales move on where the
 outermost region ends.
 
-Tensor parallelism is torchtitan's: a linear that it has cut hands its part of the weight to TE's, and the hooks that bring
-inputs and outputs into place. TE's own sequence parallelism would cut the first dim, and torchtitan cuts the second.
+Tensor parallelism is torchtitan's: a linear that it has cut hands its part of the weight to TE's, and the hooks that
+bring inputs and outputs into place. TE's own sequence parallelism would cut the first dim, and torchtitan cuts the
+second.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def transformer_engine() -> ModuleType:
         import transformer_engine.pytorch.distributed_weight  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"[gtp] linear_backend = {TRANSFORMER_ENGINE!r} needs TransformerEngine 2.19 or later, found {found} ({error}): "
-            f"install it, or set linear_backend = {TORCH!r}"
+            f"[gtp] linear_backend = {TRANSFORMER_ENGINE!r} needs TransformerEngine 2.19 or later, found {found} "
+            f"({error}): install it, or set linear_backend = {TORCH!r}"
         ) from error
     return te
 
@@ -78,8 +79,8 @@ def check_linear_backend(job_config) -> None:
     if not uses_transformer_engine(job_config):
         if section.te_recipe != "bf16":
             raise ValueError(
-                f"[gtp] te_recipe = {section.te_recipe!r} has no meaning with linear_backend = {section.linear_backend!r}: set "
-                f"linear_backend = {TRANSFORMER_ENGINE!r}"
+                f"[gtp] te_recipe = {section.te_recipe!r} has no meaning with linear_backend = "
+                f"{section.linear_backend!r}: set linear_backend = {TRANSFORMER_ENGINE!r}"
             )
         return
     parallelism, compilation, model = job_config.parallelism, job_config.compile, job_config.model
@@ -101,8 +102,8 @@ def check_linear_backend(job_config) -> None:
         (bool(model.converters), f"model.converters = {model.converters}", "remove them"),
         (
             is_delayed and (mode not in ("none", "full") or mode == "full" and not is_sharded),
-            f"te_recipe = 'delayed' and activation_checkpoint.mode = {mode!r}{'' if is_sharded else ' and GTP off'}, whose "
-            "recompute would read scales of after the forward,",
+            f"te_recipe = 'delayed' and activation_checkpoint.mode = {mode!r}{'' if is_sharded else ' and GTP off'}, "
+            "whose recompute would read scales of after the forward,",
             f"use recipe 'current' or 'block', or mode {'none'!r}{' or ' + repr('full') if is_sharded else ''}",
         ),
     ]
@@ -171,11 +172,11 @@ def _in_region(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def use_te_linears(model: nn.Module, job_config, *, is_sharded: bool) -> Region | None:
-    """Makes the linears of `model`, on the meta device, TE's: all but the output layer. Returns what its blocks run in; None
-    where the backend is another.
+    """Makes the linears of `model`, on the meta device, TE's: all but the output layer. Returns what its blocks run in;
+    None where the backend is another.
 
-    With a recipe in FP8, weights are stored so where they are sharded (`is_sharded`), and travel so. Linears may have been
-    cut by torch's tensor parallelism, and nothing else may have been done to the model.
+    With a recipe in FP8, weights are stored so where they are sharded (`is_sharded`), and travel so. Linears may have
+    been cut by torch's tensor parallelism, and nothing else may have been done to the model.
 
     Raises:
         ValueError: a linear's features do not fit FP8 GEMMs; names it.
@@ -217,8 +218,8 @@ def _te_linear(te: ModuleType, fqn: str, linear: nn.Linear, recipe: Any, is_shar
     if recipe is not None and any(size % _BLOCK for size in local_sizes):
         raise ValueError(
             f"{fqn}: {local_sizes[1]} in and {local_sizes[0]} out features of an FP8 linear have to be multiples of "
-            f"{_BLOCK}{' on each tp rank' if isinstance(weight, DTensor) else ''}: choose another flavor, or [gtp] te_recipe "
-            "= 'bf16'"
+            f"{_BLOCK}{' on each tp rank' if isinstance(weight, DTensor) else ''}: choose another flavor, or [gtp] "
+            "te_recipe = 'bf16'"
         )
     stores_fp8 = is_sharded and recipe is not None
     made_in = contextlib.nullcontext()
@@ -239,8 +240,8 @@ def _te_linear(te: ModuleType, fqn: str, linear: nn.Linear, recipe: Any, is_shar
 
 
 def _take_over(new: nn.Module, fqn: str, linear: nn.Linear) -> None:
-    """Gives `new` the part of the weight that tensor parallelism has made of `linear`'s, and the hooks that bring DTensors
-    to it and from it into place; between them it works on this rank's parts."""
+    """Gives `new` the part of the weight that tensor parallelism has made of `linear`'s, and the hooks that bring
+    DTensors to it and from it into place; between them it works on this rank's parts."""
     if linear.bias is not None:
         raise NotImplementedError(f"{fqn}: a linear of TransformerEngine that tensor parallelism cuts has no bias")
     mesh, (placement,) = linear.weight.device_mesh, linear.weight.placements
@@ -267,7 +268,7 @@ def _from_local(
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Full activation checkpointing by TE's function, whose recompute has the scales of the forward; torch's has not."""
+    """Full activation checkpointing by TE's function, whose recompute has the scales of the forward: torch's has not."""
     for name, block in model.layers.named_children():
         model.layers.register_module(name, checkpoint_wrapper(block, checkpoint_fn=_checkpoint))
     logger.info("Applied full activation checkpointing to the model, by TransformerEngine")
@@ -275,8 +276,8 @@ def checkpoint_blocks(model: nn.Module) -> None:
 
 def _checkpoint(block: nn.Module, *args, **kwargs) -> torch.Tensor:
     te = transformer_engine()
-    # The recompute is in such a region as this call. In one that computes in FP8, scales would move on at its end; blocks
-    # have one of their own.
+    # The recompute is in such a region as this call. In one that computes in FP8, scales would move on at its end;
+    # blocks have one of their own.
     with te.autocast(enabled=False):
         return te.checkpoint(block, *args, use_reentrant=False, **kwargs)
 

@@ -1,7 +1,8 @@
 """Float8 as TransformerEngine's GEMMs read it: delayed and current scaling, and blocks of 128 x 128.
 
-Codes and scales of gathered parts are, bit for bit, those of TE's quantizer on the whole weight. What is handed to TE is
-its own tensor over gathered memory; the transpose that a backward's GEMM reads on Hopper is made by TE, from the codes.
+Codes and scales of gathered parts are, bit for bit, those of TE's quantizer on the whole weight. What is handed to TE
+is its own tensor over gathered memory; the transpose that a backward's GEMM reads on Hopper is made by TE, from the
+codes.
 """
 
 from __future__ import annotations
@@ -41,28 +42,31 @@ def wire_for(module: nn.Module) -> WireFormat:
         ValueError: its recipe's weights cannot be gathered as its GEMMs read them.
     """
     quantizers = weight_quantizers(module)
-    kind = type(quantizers[0])
-    if kind is Float8Quantizer:
+    quantizer, how = quantizers[0], ""
+    kind = type(quantizer).__name__
+    if isinstance(quantizer, Float8Quantizer):
         return DelayedScaling()
-    if kind is Float8CurrentScalingQuantizer:
-        return CurrentScaling(quantizers[0].force_pow_2_scales, quantizers[0].amax_epsilon)
-    if kind is Float8BlockQuantizer and quantizers[0].block_scaling_dim == 2:
-        return BlockScaling(quantizers[0])
-    if kind.__name__ == "MXFP8Quantizer":
+    if isinstance(quantizer, Float8CurrentScalingQuantizer):
+        return CurrentScaling(quantizer.force_pow_2_scales, quantizer.amax_epsilon)
+    if isinstance(quantizer, Float8BlockQuantizer):
+        if quantizer.block_scaling_dim == 2:
+            return BlockScaling(quantizer)
+        how = ", with blocks along one dim"
+    if kind == "MXFP8Quantizer":
         from .te_mx import MXScaling
 
-        return MXScaling(quantizers[0])
-    how = "with blocks along one dim" if kind is Float8BlockQuantizer else None
-    if kind.__name__ == "NVFP4Quantizer":
+        return MXScaling(quantizer)
+    if kind == "NVFP4Quantizer":
         from .te_nvfp4 import NVScaling, unserved
 
-        how = unserved(quantizers[0])
-        if how is None:
+        why = unserved(quantizer)
+        if why is None:
             return NVScaling()
+        how = f", {why}"
     raise ValueError(
-        f"{type(module).__name__} with {module.num_gemms if hasattr(module, 'num_gemms') else 1} weights made in FP8 by "
-        f"TransformerEngine's {kind.__name__}{'' if how is None else f', {how}'}: such weights do not travel quantized; use wire_format='bf16' (or "
-        "wire_format_overrides), and TE quantizes them where they are used"
+        f"{type(module).__name__} with {len(quantizers)} weights made in FP8 by TransformerEngine's {kind}{how}: such "
+        "weights do not travel quantized; use wire_format='bf16' (or wire_format_overrides), and TE quantizes them "
+        "where they are used"
     )
 
 
@@ -90,9 +94,9 @@ def padded_to_tiles(scales: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor
 class TEFormat(WireFormat):
     """What TE's GEMMs read as ``tensor_class``, made by quantizers of ``quantizer_class``.
 
-    Under TE's own tensor parallelism each slice is quantized by itself, as TE does that: a run with GTP is then, bit for
-    bit, TE's run at the same tp without. One scale for all slices would not make it the run at tp 1, since TE scales
-    slices of inputs and gradients by themselves too. (What is stored, in high precision, does not depend on tp.)
+    Under TE's own tensor parallelism each slice is quantized by itself, as TE does that: a run with GTP is then, bit
+    for bit, TE's run at the same tp without. One scale for all slices would not make it the run at tp 1, since TE
+    scales slices of inputs and gradients by themselves too. (What is stored, in high precision, does not depend on tp.)
     """
 
     column_block = _COLUMNS
@@ -108,8 +112,8 @@ class TEFormat(WireFormat):
         weight, shard = lease.weight, lease.weight.quantized
         if not isinstance(quantizers[0], self.quantizer_class):
             raise RuntimeError(
-                f"{weight.fqn}: its parameter is in FP8 for {self.quantizer_class.__name__}, and te.autocast has a recipe of "
-                f"{type(quantizers[0]).__name__}: use the recipe of quantized_model_init"
+                f"{weight.fqn}: its parameter is in FP8 for {self.quantizer_class.__name__}, and te.autocast has a "
+                f"recipe of {type(quantizers[0]).__name__}: use the recipe of quantized_model_init"
             )
         parts = shard.whole(lease.view, lease.parts)
         if not weight.layout.is_stack:
@@ -162,8 +166,8 @@ class _ScaledFloat8(TEFormat):
 
 class DelayedScaling(_ScaledFloat8):
     """With the scale of the module's quantizer at the time of quantization: kept until the weight is written, like the
-    weight of an unsharded module that is stored in FP8. The weight's largest value enters the amax history then, where TE
-    takes the maximum over the amax group, tensor-parallel ranks among it, at the end of its region."""
+    weight of an unsharded module that is stored in FP8. The weight's largest value enters the amax history then, where
+    TE takes the maximum over the amax group, tensor-parallel ranks among it, at the end of its region."""
 
     quantizer_class = Float8Quantizer
 
@@ -221,7 +225,8 @@ class BlockScaling(TEFormat):
         self._quantizer.set_usage(rowwise=True, columnwise=False)
 
     def part_shapes(self, view: View, shape: torch.Size) -> tuple[torch.Size, ...]:
-        # Scales of four blocks are aligned, and the rest of a row is padding: it travels, and nothing has to be rearranged.
+        # Scales of four blocks are aligned, and the rest of a row is padding: it travels, and nothing has to be
+        # rearranged.
         num_scales = -(-shape[-1] // (4 * _BLOCK)) * 4
         return (shape, resized(shape, shape[-2] // _BLOCK, 4 * num_scales))
 

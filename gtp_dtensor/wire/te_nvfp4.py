@@ -38,7 +38,8 @@ def unserved(quantizer: NVFP4Quantizer) -> str | None:
 class NVScaling(TEFormat):
     """Codes, and one scale for each square block, which is repeated for the block's rows after the gather.
 
-    Gathered codes and scales, and the largest value, are bit for bit those of TE's reference in Python on the whole weight.
+    Gathered codes and scales, and the largest value, are bit for bit those of TE's reference in Python on the whole
+    weight.
     """
 
     name = "nvfp4"
@@ -51,7 +52,7 @@ class NVScaling(TEFormat):
         return (resized(shape, num_columns // 2), resized(shape, num_rows // _BLOCK, num_columns // _BLOCK))
 
     def quantize(self, rows: torch.Tensor, amax: dict[Amax, torch.Tensor]) -> dict[View, Parts]:
-        # In the order of operations of TE's reference in Python, which says it has them of the kernels: exact divisions.
+        # In the order of operations of TE's reference in Python, which says it is that of the kernels: exact divisions.
         encode = _encode_scale(amax)
         sixth = torch.full_like(encode, _LARGEST_CODE).reciprocal()
         num_rows, num_columns = rows.shape[-2:]
