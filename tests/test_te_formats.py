@@ -71,6 +71,7 @@ def test_rows_that_blocks_do_not_divide_are_named(mesh):
                 parallelize_module(model, mesh, GTPStyle(min_numel=0))
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_nvfp4_read_in_high_precision(mesh):
     """Outside of an autocast: what the codes stand for. Values smaller than e4m3 times float32 could scale, and zeros."""

@@ -75,7 +75,7 @@ def compare(model, reference, rank, world_size, call):
 
 
 @ranks(2)
-@pytest.mark.parametrize("reentrant", [None, True, False])
+@pytest.mark.parametrize("reentrant", [None, pytest.param(True, marks=pytest.mark.slow), False])
 def test_pipelines_as_unsharded(mesh, rank, world_size, reentrant):
     with te.installed():
         model, reference = build_pair(lambda: Net(reentrant))
