@@ -189,14 +189,14 @@ class Plan:
                     )
 
     def _check_module(self, module: nn.Module, what: str) -> None:
-        if is_te(type(module)):
-            refuse_te(module, what, self.style.is_expert)
         if STATE in module.__dict__:
             raise ValueError(
                 f"{what} was given to a GTPStyle before: apply one style to the root (its options modules= and "
                 "exclude= choose weights), or one to each of several modules that do not contain each other; a style with "
                 "is_expert=True comes before the dense one"
             )
+        if is_te(type(module)):
+            refuse_te(module, what, self.style.is_expert)
         if "forward" in module.__dict__:
             raise ValueError(
                 f"{what} on {self.axis}: its module's forward was replaced on the instance, which would bypass the "

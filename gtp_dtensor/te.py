@@ -143,7 +143,7 @@ class Replacements:
         return new
 
     def _mesh_of(self, group: dist.ProcessGroup) -> DeviceMesh:
-        """The mesh of ``group``: that of the model's other tensor-parallel parameters, where they have the same ranks."""
+        """The mesh of ``group``: that of the model's other tensor-parallel parameters where its ranks are the same."""
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self._meshes:
             meshes = (param.device_mesh for param in self._root.parameters() if isinstance(param, DTensor))

@@ -97,6 +97,10 @@ def refusal(module: nn.Module) -> str | None:
             return (
                 f"{option}=True packs experts in a tensor of TE's, which is not sharded: build it with {option}=False"
             )
+    names = [f"weight{index}" for index in range(num_experts(module))] if name == GROUPED else []
+    missing = [one for one in names if module._parameters.get(one) is None]
+    if missing:
+        return f"its {missing[0]} is no parameter (it may be parametrized), and all experts are stacked: leave it one"
     overlaps = _is_set(module, "ub_overlap", "ub_bulk")
     if overlaps:
         return f"{overlaps[0]}=True communicates in TE's own buffers, untested under GTP: build it without"

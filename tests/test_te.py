@@ -494,7 +494,7 @@ def tied_experts():
 
 @ranks(2)
 def test_experts_that_no_stack_can_hold_are_refused(mesh, rank, world_size):
-    """One that is tied by itself, or frozen by itself; whole stacks may be either."""
+    """One that is tied, frozen or parametrized by itself; whole stacks may be tied or frozen."""
     with te.installed():
         for model in tied_experts():
             before = dict(model.named_parameters(remove_duplicate=False))
@@ -507,6 +507,10 @@ def test_experts_that_no_stack_can_hold_are_refused(mesh, rank, world_size):
             with pytest.raises(ValueError, match="tied to"):
                 for part in parts:
                     parallelize_module(part, mesh, GTPStyle())
+        model = te.GroupedLinear(2, 64, 64)
+        nn.utils.parametrizations.weight_norm(model, "weight1")
+        with pytest.raises(ValueError, match=r"weight0 of shape .*GroupedLinear.*its weight1 is no parameter"):
+            parallelize_module(model, mesh, GTPStyle())
         model = te.GroupedLinear(2, 64, 64)
         model.weight1.requires_grad_(False)
         with pytest.raises(ValueError, match=r"weight of shape \(2, 64, 64\).*requires_grad is True for some"):
@@ -524,6 +528,8 @@ def test_experts_that_no_stack_can_hold_are_refused(mesh, rank, world_size):
         model, reference = build_pair(build)
         parallelize_module(model, mesh, GTPStyle())
         assert model[0].weight is model[1].weight and not model[2].weight.requires_grad
+        with pytest.raises(ValueError, match=r"0\.weight of shape .* was given to a GTPStyle before"):
+            parallelize_module(model, mesh, GTPStyle())
         for net, peers in ((model, [rank]), (reference, range(world_size))):
             for peer in peers:
                 x = batch_of(peer, dim=64)
