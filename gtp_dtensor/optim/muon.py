@@ -24,6 +24,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz as newton_schulz
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
+from ..plan import clean_fqn
 from .matrices import Matrix, Round, deal_out, matrices_of, ranks_of, rounds_of
 
 HOME_RANK, DUPLICATED = ALGORITHMS = ("home_rank", "duplicated")
@@ -68,6 +69,7 @@ def muon_param_groups(
     for_adamw, by_layout, unmatched = [], {}, {*patterns, *layouts}
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     for name, param in model.named_parameters():
+        name = clean_fqn(name)
         matching = [pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)]
         layout = next((pattern for pattern in layouts if fnmatch.fnmatchcase(name, pattern)), None)
         unmatched -= {*matching, layout}
