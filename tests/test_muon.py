@@ -197,7 +197,7 @@ def test_work_is_dealt_out_over_all_ranks(rank):
     optimizer = Muon(muon_param_groups(model), **settings_of(ORIGINAL))
     optimizer.step()
     (rounds,) = optimizer._plans.values()
-    found = [matrix for one in rounds for matrix in one]
+    found = [matrix for one in rounds for matrix in one.matrices]
     assert {matrix.home for matrix in found} == {0, 1, 2, 3}
     for matrix in found:
         senders = matrix.senders(matrix.home)

@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -175,100 +175,90 @@ class _Exchange:
         return list(self.received.split(self.splits))
 
 
-@dataclass
 class Round:
-    """Some matrices on their way to their homes and back.
+    """Some matrices, on their way to their homes and back. What goes where is worked out once; a step calls :meth:`send`,
+    :meth:`compute`, :meth:`give_back` and :meth:`take`, in this order.
 
     Args:
+        matrices: dealt out, or all without a home: each rank computes with all then.
         group: None: all are whole here.
         dtype: that travels and is computed in.
     """
 
-    matrices: list[Matrix]
-    group: dist.ProcessGroup | None
-    device: torch.device
-    dtype: torch.dtype
-    results: list[tuple[Matrix, torch.Tensor]] = field(default_factory=list)
-    _coming: _Exchange | None = None
-    _returning: _Exchange | None = None
+    def __init__(
+        self, matrices: list[Matrix], group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.matrices = matrices
+        self._group, self._device, self._dtype = group, device, dtype
+        self._rank, size = (0, 1) if group is None else (group.rank(), group.size())
+        self._goes_back = any(matrix.home is not None for matrix in matrices)
+        at = [[matrix for matrix in matrices if matrix.home in (None, rank)] for rank in range(size)]
+        self._here = at[self._rank]
+        # By rank: the matrices of which pieces are sent to it, and those of which pieces come from it.
+        self._to = [[matrix for matrix in at[to] if self._rank in matrix.senders(to)] for to in range(size)]
+        senders = [(matrix, matrix.senders(self._rank)) for matrix in self._here]
+        self._from = [[matrix for matrix, sources in senders if source in sources] for source in range(size)]
+        # The same for what comes back.
+        self._back_to = [[matrix for matrix in self._here if matrix.regions[to] is not None] for to in range(size)]
+        self._back_from = [[matrix for matrix in at[source] if self._has(matrix)] for source in range(size)]
+        self._results: dict[Matrix, torch.Tensor] = {}
+        self._coming: _Exchange | None = None
+        self._returning: _Exchange | None = None
 
-    @property
-    def _rank(self) -> int:
-        return 0 if self.group is None else self.group.rank()
-
-    @property
-    def _size(self) -> int:
-        return 1 if self.group is None else self.group.size()
-
-    def _at(self, rank: int) -> list[Matrix]:
-        """What is computed with at ``rank``."""
-        return [matrix for matrix in self.matrices if matrix.home is None or matrix.home == rank]
+    def _has(self, matrix: Matrix) -> bool:
+        return matrix.regions[self._rank] is not None
 
     def send(self, piece_of: Callable[[Matrix], torch.Tensor]) -> None:
         """Start bringing matrices home. ``piece_of`` tells this rank's piece of one."""
-        parts, splits = [], []
-        for to in range(self._size):
-            mine = [matrix for matrix in self._at(to) if self._rank in matrix.senders(to)]
-            parts += [piece_of(matrix).to(self.dtype).reshape(-1) for matrix in mine]
-            splits.append(sum(matrix.regions[self._rank].numel for matrix in mine))
-        here = self._at(self._rank)
-        received = [
-            sum(matrix.regions[source].numel for matrix in here if source in matrix.senders(self._rank))
-            for source in range(self._size)
-        ]
-        self._coming = self._exchange(parts, splits, received)
+        pieces: dict[Matrix, torch.Tensor] = {}
+        for matrix in (matrix for matrices in self._to for matrix in matrices):
+            if matrix not in pieces:
+                pieces[matrix] = piece_of(matrix).to(self._dtype).reshape(-1)
+        parts = [pieces[matrix] for matrices in self._to for matrix in matrices]
+        sent = [sum(matrix.regions[self._rank].numel for matrix in matrices) for matrices in self._to]
+        received = [sum(m.regions[source].numel for m in matrices) for source, matrices in enumerate(self._from)]
+        self._coming = self._exchange(parts, sent, received)
 
     def compute(self, function: Callable[[Matrix, torch.Tensor], torch.Tensor]) -> None:
         """``function`` of each matrix that is at home here, whole."""
-        by_source = self._coming.pieces()
-        taken = [0] * self._size
-        for matrix in self._at(self._rank):
-            whole = torch.empty(matrix.shape, dtype=self.dtype, device=self.device)
-            for source in matrix.senders(self._rank):
-                region = matrix.regions[source]
-                part = by_source[source][taken[source] : taken[source] + region.numel]
-                region.of(whole).copy_(part.view(region.num_rows, region.num_columns))
-                taken[source] += region.numel
-            self.results.append((matrix, function(matrix, whole)))
+        whole = {matrix: torch.empty(matrix.shape, dtype=self._dtype, device=self._device) for matrix in self._here}
+        for source, flat in enumerate(self._coming.pieces()):
+            regions = [matrix.regions[source] for matrix in self._from[source]]
+            parts = flat.split([region.numel for region in regions])
+            for matrix, region, part in zip(self._from[source], regions, parts):
+                region.of(whole[matrix]).copy_(part.view(region.num_rows, region.num_columns))
         self._coming = None
+        self._results = {matrix: function(matrix, tensor) for matrix, tensor in whole.items()}
 
     def give_back(self) -> None:
         """Start bringing every rank its pieces of the results."""
-        if all(matrix.home is None for matrix in self.matrices):
+        if not self._goes_back:
             return
-        parts, splits = [], []
-        for to in range(self._size):
-            theirs = [(m.regions[to], result) for m, result in self.results if m.regions[to] is not None]
-            parts += [region.of(result).reshape(-1) for region, result in theirs]
-            splits.append(sum(region.numel for region, _ in theirs))
-        received = [sum(region.numel for _, region in self._mine_of(source)) for source in range(self._size)]
-        self._returning = self._exchange(parts, splits, received)
-        self.results = []
+        regions = [[(matrix, matrix.regions[to]) for matrix in theirs] for to, theirs in enumerate(self._back_to)]
+        parts = [region.of(self._results[matrix]).reshape(-1) for theirs in regions for matrix, region in theirs]
+        sent = [sum(region.numel for _, region in theirs) for theirs in regions]
+        received = [sum(matrix.regions[self._rank].numel for matrix in mine) for mine in self._back_from]
+        self._returning = self._exchange(parts, sent, received)
+        self._results = {}
 
-    def _mine_of(self, source: int) -> list[tuple[Matrix, Region]]:
-        pairs = [(matrix, matrix.regions[self._rank]) for matrix in self._at(source)]
-        return [(matrix, region) for matrix, region in pairs if region is not None]
-
-    def take(self) -> Iterable[tuple[Matrix, torch.Tensor]]:
+    def take(self) -> Iterator[tuple[Matrix, torch.Tensor]]:
         """(matrix, this rank's piece of the result) of all that this rank has a piece of."""
-        if self._returning is None:
-            for matrix, result in self.results:
-                if matrix.regions[self._rank] is not None:
-                    yield matrix, matrix.regions[self._rank].of(result)
-            self.results = []
+        if not self._goes_back:
+            results, self._results = self._results, {}
+            yield from ((m, m.regions[self._rank].of(result)) for m, result in results.items() if self._has(m))
             return
-        for source, flat in enumerate(self._returning.pieces()):
-            start = 0
-            for matrix, region in self._mine_of(source):
-                yield matrix, flat[start : start + region.numel].view(region.num_rows, region.num_columns)
-                start += region.numel
-        self._returning = None
+        returned, self._returning = self._returning, None
+        for mine, flat in zip(self._back_from, returned.pieces()):
+            regions = [matrix.regions[self._rank] for matrix in mine]
+            parts = flat.split([region.numel for region in regions])
+            for matrix, region, part in zip(mine, regions, parts):
+                yield matrix, part.view(region.num_rows, region.num_columns)
 
     def _exchange(self, parts: list[torch.Tensor], sent: list[int], received: list[int]) -> _Exchange:
-        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        empty = torch.empty(0, dtype=self._dtype, device=self._device)
         sending = torch.cat([*parts, empty])
-        if self.group is None:
+        if self._group is None:
             return _Exchange(sending, sending, received, None)
         receiving = empty.new_empty(sum(received))
-        work = dist.all_to_all_single(receiving, sending, received, sent, group=self.group, async_op=True)
+        work = dist.all_to_all_single(receiving, sending, received, sent, group=self._group, async_op=True)
         return _Exchange(receiving, sending, received, work)

@@ -148,7 +148,7 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
         self.algorithm = algorithm
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        self._plans: dict[tuple, list[list[Matrix]]] = {}
+        self._plans: dict[tuple, list[Round]] = {}
         for group in self.param_groups:
             _check(group)
 
@@ -234,11 +234,7 @@ class Muon(Optimizer):
                 local = matrix.local_piece(_local(matrix.param))
                 _apply(local, update, matrix, group, lr, self._row(matrix, process_group))
 
-        device = _local(params[0]).device
-        rounds = [
-            Round(matrices, process_group, device, _COMPUTE_DTYPE)
-            for matrices in self._rounds(group, params, process_group)
-        ]
+        rounds = self._rounds(group, params, process_group)
         before = None
         for number, current in enumerate(rounds):
             if number == 0:
@@ -270,7 +266,7 @@ class Muon(Optimizer):
 
     def _rounds(
         self, group: dict[str, Any], params: list[torch.Tensor], process_group: dist.ProcessGroup | None
-    ) -> list[list[Matrix]]:
+    ) -> list[Round]:
         # Where a parameter lies is known by its object: load_state_dict writes into it.
         key = tuple(map(id, params))
         if key not in self._plans:
@@ -279,7 +275,11 @@ class Muon(Optimizer):
             size = 1 if process_group is None else process_group.size()
             if self.algorithm == HOME_RANK and size > 1:
                 deal_out(matrices, size)
-            self._plans[key] = rounds_of(matrices, size, _MOST_ELEMENTS)
+            device = _local(params[0]).device
+            self._plans[key] = [
+                Round(taken, process_group, device, _COMPUTE_DTYPE)
+                for taken in rounds_of(matrices, size, _MOST_ELEMENTS)
+            ]
         return self._plans[key]
 
 
