@@ -203,6 +203,7 @@ def test_work_is_dealt_out_over_all_ranks(rank):
         senders = matrix.senders(matrix.home)
         regions = [matrix.regions[sender] for sender in senders]
         assert len(set(regions)) == len(regions)
+        assert {sender // 2 for sender in senders} == {matrix.home // 2}  # the home's own replica
         assert sum(region.numel for region in regions) == matrix.shape[0] * matrix.shape[1]
     assert any(len(matrix.senders(matrix.home)) == 2 for matrix in found)
 
