@@ -60,12 +60,12 @@ class Matrix:
         return local if self.expert is None else local[self.expert - self.first_expert]
 
     def senders(self, to: int) -> list[int]:
-        """The ranks that send their regions to rank ``to``: of equal ones the nearest."""
+        """The ranks that send their regions to rank ``to``: of those with equal ones the nearest."""
         nearest: dict[Region, int] = {}
         for rank, region in enumerate(self.regions):
             if region is not None:
                 before = nearest.get(region)
-                if before is None or abs(rank - to) < abs(before - to):
+                if before is None or rank ^ to < before ^ to:  # that shares the larger blocks of ranks with it
                     nearest[region] = rank
         return sorted(nearest.values())
 
