@@ -17,7 +17,7 @@ from .checkpoint import CheckedFileSystemReader, CheckedLoadPlanner
 from .config import GTPConfig
 from .experts import grouped_linear
 from .init import logical_init
-from .optim import clip_grad_norm_, count_zero_grads
+from .optim import Muon, clip_grad_norm_, count_zero_grads, muon_param_groups
 from .style import GTPStyle, parallelize_module
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "GTPConfig",
     "GTPStats",
     "GTPStyle",
+    "Muon",
     "ScheduleRow",
     "ScheduleTable",
     "clip_grad_norm_",
@@ -34,6 +35,7 @@ __all__ = [
     "grouped_linear",
     "logical_init",
     "materialized",
+    "muon_param_groups",
     "parallelize_module",
     "process_groups",
     "refresh",

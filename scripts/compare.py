@@ -118,7 +118,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--arrangements", default="single,gtp2", help="comma separated; the first is the reference")
     parser.add_argument("--dtype", choices=sorted(TOLERANCES), default="float32", help="dtype of the computation")
-    parser.add_argument("--optimizer", choices=("SGD", "AdamW", "Adam"), help="default: the TOML's")
+    parser.add_argument("--optimizer", choices=("SGD", "AdamW", "Adam", "Muon"), help="default: the TOML's")
     parser.add_argument("--lr", type=float, help=f"default: the TOML's; {SGD_LR} with --optimizer SGD")
     parser.add_argument("--lr-scale", help="'2': the last arrangement, 'NAME=2': that one runs with another lr")
     parser.add_argument("--loss-mode", default="token", help="how the loss is normalised: token")

@@ -114,6 +114,27 @@ class Metrics:
 
 
 @dataclass
+class Optimizer:
+    """Added to torchtitan's [optimizer], for name = "Muon": it orthogonalizes whole matrices; embeddings, the output layer and
+    all that is no matrix get AdamW, with beta1, beta2 and eps. lr, weight_decay and the schedule are of both."""
+
+    muon_momentum: float = 0.95
+    """Nesterov momentum."""
+
+    muon_adjust_lr_fn: str = "match_rms_adamw"
+    """How updates are scaled: "match_rms_adamw", as large as AdamW's, for AdamW's learning rates; or "original"."""
+
+    muon_algorithm: str = "home_rank"
+    """Each matrix is computed with on one rank ("home_rank"), or on all that hold a piece of it ("duplicated")."""
+
+    muon_adamw: list[str] = field(default_factory=list)
+    """FQN patterns of further parameters for AdamW."""
+
+    muon_row_layouts: dict[str, list[int]] = field(default_factory=dict)
+    """FQN pattern -> rows of the matrices that a weight joins, e.g. "*.wqkv.weight" = [512, 128, 128] for each group of heads."""
+
+
+@dataclass
 class Training:
     """Added to torchtitan's [training]."""
 
@@ -150,5 +171,6 @@ class JobConfig:
 
     gtp: Gtp = field(default_factory=Gtp)
     metrics: Metrics = field(default_factory=Metrics)
+    optimizer: Optimizer = field(default_factory=Optimizer)
     training: Training = field(default_factory=Training)
     debug: Debug = field(default_factory=Debug)

@@ -1,6 +1,8 @@
-"""torchtitan's optimizers, and SGD."""
+"""torchtitan's optimizers, SGD and Muon."""
 
 from __future__ import annotations
+
+import fnmatch
 
 import torch
 import torchtitan.components.optimizer as titan_optimizer
@@ -9,19 +11,26 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer import build_optimizers as build_titan_optimizers
 
+from gtp_dtensor import Muon, muon_param_groups
+from gtp_dtensor.plan import clean_fqn
+
 
 def build_optimizers(model_parts: list[nn.Module], optimizer_config, parallel_dims) -> OptimizersContainer:
-    """torchtitan's `build_optimizers_fn` that also knows `[optimizer] name = "SGD"` (no momentum; lr, weight_decay).
+    """torchtitan's `build_optimizers_fn` that also knows `[optimizer] name = "SGD"` (no momentum; lr, weight_decay) and
+    "Muon" (see job_config.Optimizer).
 
     Raises:
-        ValueError: SGD with a setting that it cannot serve; names the key.
+        ValueError: SGD or Muon with a setting that it cannot serve; names the key.
     """
-    if optimizer_config.name != "SGD":
+    if optimizer_config.name not in ("SGD", "Muon"):
         return build_titan_optimizers(model_parts, optimizer_config, parallel_dims)
     if optimizer_config.early_step_in_backward:
         raise ValueError(
-            "optimizer.early_step_in_backward is not supported with optimizer.name = 'SGD'; set it to false"
+            f"optimizer.early_step_in_backward is not supported with optimizer.name = {optimizer_config.name!r}; set it to "
+            "false"
         )
+    if optimizer_config.name == "Muon":
+        return MuonContainer(model_parts, optimizer_config, has_all_parts=not parallel_dims.pp_enabled)
     fused = optimizer_config.implementation == "fused"
     if fused and any(isinstance(p, DTensor) for part in model_parts for p in part.parameters()):
         raise ValueError(
@@ -35,6 +44,41 @@ def build_optimizers(model_parts: list[nn.Module], optimizer_config, parallel_di
         "foreach": optimizer_config.implementation == "foreach",
     }
     return OptimizersContainer(model_parts, torch.optim.SGD, kwargs)
+
+
+class MuonContainer(OptimizersContainer):
+    """One Muon for each model part.
+
+    Args:
+        has_all_parts: this rank has the whole model, so every pattern has to match here.
+    """
+
+    def __init__(self, model_parts: list[nn.Module], optimizer_config, *, has_all_parts: bool) -> None:
+        settings = {
+            "lr": optimizer_config.lr,
+            "weight_decay": optimizer_config.weight_decay,
+            "betas": (optimizer_config.beta1, optimizer_config.beta2),
+            "adamw_eps": optimizer_config.eps,
+            "momentum": optimizer_config.muon_momentum,
+            "adjust_lr_fn": optimizer_config.muon_adjust_lr_fn,
+            "algorithm": optimizer_config.muon_algorithm,
+        }
+        adamw, layouts = optimizer_config.muon_adamw, optimizer_config.muon_row_layouts
+        self.model_parts = model_parts
+        self.optimizers = []
+        for part in model_parts:
+            names = [clean_fqn(name) for name, _ in part.named_parameters()]
+
+            def here(patterns, names=names, is_whole=has_all_parts and len(model_parts) == 1):
+                return [pattern for pattern in patterns if is_whole or fnmatch.filter(names, pattern)]
+
+            groups = muon_param_groups(
+                part, adamw=here(adamw), row_layouts={pattern: layouts[pattern] for pattern in here(layouts)}
+            )
+            self.optimizers.append(Muon(groups, **settings))
+        params = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        self._validate_length(len(model_parts))
+        self._post_init(params, {"lr": optimizer_config.lr})
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
-"""Clipping (and, later, optimizers) for parameters of any mesh."""
+"""Clipping and optimizers for parameters of any mesh."""
 
 from .clip import clip_grad_norm_, count_zero_grads
+from .muon import Muon, muon_param_groups
 
-__all__ = ["clip_grad_norm_", "count_zero_grads"]
+__all__ = ["Muon", "clip_grad_norm_", "count_zero_grads", "muon_param_groups"]
