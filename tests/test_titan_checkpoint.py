@@ -153,7 +153,7 @@ NO_CHANGE = ["--training.steps=1", "--optimizer.lr=0", "--optimizer.weight_decay
 @pytest.mark.parametrize(
     "model, flavor, topologies",
     [
-        ("deepseek_v3", "gtp_debug", ["ep2egtp2gtp4"]),
+        slow("deepseek_v3", "gtp_debug", ["ep2egtp2gtp4"]),
         slow("llama3", "debugmodel", ["gtp4", "tp2gtp2", "pp2gtp2"]),
         slow("deepseek_v3", "gtp_debug_q_lora", ["egtp4gtp4", "ep4fsdp4"]),
         slow("qwen3", "gtp_debug", ["ep2egtp2gtp4"]),

@@ -117,7 +117,7 @@ class Twins:
         # Blocks with and without experts, of one model.
         slow(2, DEEPSEEK, {"gtp": 2, "ep": 2}, [], WITH_EXPERTS, id="deepseek_v3"),
         # What enters the first block is a collective's tensor.
-        pytest.param(4, TIED, {"tp": 2, "gtp": 2}, [], DENSE, id="tp2gtp2"),
+        slow(4, TIED, {"tp": 2, "gtp": 2}, [], DENSE, id="tp2gtp2"),
         slow(2, LLAMA, {"gtp": 2}, SGD, DENSE, id="llama3_sgd"),
         slow(4, LLAMA, {"tp": 2, "gtp": 2}, [], DENSE, id="llama3_tp2"),
         slow(4, LLAMA, {"gtp": 2}, [], DENSE, id="dps2"),
