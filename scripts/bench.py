@@ -8,8 +8,8 @@
 
 The model is a stack of Llama blocks (default: 12 with the shape of Llama 3 8B), forward and backward, on random data.
 Peers: no sharding, FSDP2 with one group a block, FSDP2 with one group a linear. In the fake world no bytes move, so
-that mode tells host time, memory and the schedule, not communication; ranks that share a GPU tell correctness and host
-time.
+that mode tells host time, memory and the schedule, not communication (what is gathered are random numbers, for GEMMs
+run faster on zeros); ranks that share a GPU tell correctness and host time.
 
 "step" is the time of forward and backward with the device waited for; "host" is the time until both are enqueued, at a
 size so small that the device never makes the host wait; both are medians. A name with "_compiled" behind it means that
@@ -21,6 +21,7 @@ host changes from second to second.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -35,7 +36,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from fake_peers import use_fake_peers
+from fake_world import FakeWorld, use_fake_peers
 from shared_gpu import share_gpu
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -150,8 +151,28 @@ class Row:
 def measure(model: nn.Module, tokens: int, args: argparse.Namespace, device: torch.device) -> float:
     """Median seconds of a step, the device waited for."""
     batch = random_batch(tokens, args, device)
-    steps = [one_step(model, *batch)[0] for _ in range(args.warmup + args.steps)]
+    with contextlib.ExitStack() as stack:
+        if args.mode == "fake" and device.type == "cuda":
+            of_a_block = sum(param.numel() for param in model.blocks[0].parameters())
+            stack.enter_context(args.fake_world.random_gathers(2 * of_a_block, device))
+        steps = [one_step(model, *batch)[0] for _ in range(args.warmup + args.steps)]
     return statistics.median(steps[args.warmup :])
+
+
+def measure_memory(
+    model: nn.Module, tokens: int, args: argparse.Namespace, device: torch.device
+) -> tuple[float, float]:
+    """Peak GiB of a step, after warm-up: (allocated, reserved by the caching allocator). Zeros on a CPU."""
+    if device.type != "cuda":
+        return 0.0, 0.0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    batch = random_batch(tokens, args, device)
+    for _ in range(args.warmup + 1):
+        one_step(model, *batch)
+    beyond = stats(model).symmetric_bytes  # of which the allocator does not know
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return tuple((peak + beyond) / 2**30 for peak in peaks)
 
 
 def random_batch(tokens: int, args: argparse.Namespace, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,9 +222,7 @@ def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: tor
     model = build(contestant, args, mesh, device)
     rows = []
     for tokens in args.tokens:
-        measure_memory = device.type == "cuda"
-        if measure_memory:
-            torch.cuda.reset_peak_memory_stats()
+        peaks = measure_memory(model, tokens, args, device)
         reset_stats(model)
         step_s = measure(model, tokens, args, device)
         gathers = stats(model)
@@ -217,8 +236,7 @@ def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: tor
                 tokens,
                 step_s * 1e3,
                 host_s * 1e3,
-                torch.cuda.max_memory_allocated() / 2**30 if measure_memory else 0.0,
-                torch.cuda.max_memory_reserved() / 2**30 if measure_memory else 0.0,
+                *peaks,
                 num_uses,
                 None if contestant == "none" else added_s * 1e6 / num_uses,
             )
@@ -314,16 +332,11 @@ def start(args: argparse.Namespace) -> torch.device:
     if on_gpu:
         torch.cuda.set_device(device)
     if args.mode == "fake":
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", rank=0, world_size=args.world, store=FakeStore())
-        # torch's fake group handles a buffer as one tensor a rank, 64 views and copies that a real group does not make.
-        dist.ProcessGroup._allgather_base = lambda group, output, input, *options: group.barrier()
-        dist.ProcessGroup._reduce_scatter_base = lambda group, output, input, *options: group.barrier()
+        args.fake_world = FakeWorld(args.world)
         if args.transport == "symmetric":
             if not on_gpu:
                 raise SystemExit("bench.py: --mode fake --transport symmetric needs a GPU; torch finds none")
-            use_fake_peers()
+            use_fake_peers(args.fake_world)
     else:
         dist.init_process_group("nccl" if on_gpu else "gloo")
     return device
