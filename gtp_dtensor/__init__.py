@@ -17,6 +17,7 @@ from .checkpoint import CheckedFileSystemReader, CheckedLoadPlanner
 from .config import GTPConfig
 from .experts import grouped_linear
 from .init import logical_init
+from .memory import GTPMemory, MemoryRow, memory_table
 from .optim import clip_grad_norm_, count_zero_grads
 from .style import GTPStyle, parallelize_module
 
@@ -24,8 +25,10 @@ __all__ = [
     "CheckedFileSystemReader",
     "CheckedLoadPlanner",
     "GTPConfig",
+    "GTPMemory",
     "GTPStats",
     "GTPStyle",
+    "MemoryRow",
     "ScheduleRow",
     "ScheduleTable",
     "clip_grad_norm_",
@@ -34,6 +37,7 @@ __all__ = [
     "grouped_linear",
     "logical_init",
     "materialized",
+    "memory_table",
     "parallelize_module",
     "process_groups",
     "refresh",

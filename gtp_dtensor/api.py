@@ -196,7 +196,7 @@ def schedule_table(model: nn.Module) -> ScheduleTable:
     table = ScheduleTable()
     for runtime in model_runtimes(model):
         uses = runtime.schedule.period()
-        issued = _issue_positions(runtime, uses)
+        issued = issue_positions(runtime, uses)
         for position, use in enumerate(uses):
             weight: ShardedWeight | None = runtime.weights[use.weight]()
             if weight is None:
@@ -207,10 +207,10 @@ def schedule_table(model: nn.Module) -> ScheduleTable:
     return table
 
 
-def _issue_positions(runtime: Runtime, uses: list[Use]) -> list[int | None]:
+def issue_positions(runtime: Runtime, uses: list[Use]) -> list[int | None]:
     """At which use the gather for each use is issued, as the runtime does it; None where none is."""
     issued: list[int | None] = list(range(len(uses)))
-    for position in _kept_positions(uses):
+    for position in _kept_positions(runtime, uses):
         issued[position] = None
     if not runtime.config.weight_prefetch:
         return issued
@@ -234,14 +234,18 @@ def _issue_positions(runtime: Runtime, uses: list[Use]) -> list[int | None]:
     return issued
 
 
-def _kept_positions(uses: list[Use]) -> set[int]:
-    """Backward uses that read what their recompute gathered. (What the byte budget refused cannot be told here.)"""
-    kept, waiting = set(), set()
+def _kept_positions(runtime: Runtime, uses: list[Use]) -> set[int]:
+    """Backward uses that read what their recompute gathered."""
+    kept, waiting, room = set(), {}, runtime.keep_limit()
     for position, use in enumerate(uses):
-        if use.kind is Kind.RECOMPUTE:
-            waiting.add(use.weight)
+        weight = runtime.weights[use.weight]()
+        if weight is None:
+            continue
+        if use.kind is Kind.RECOMPUTE and use.weight not in waiting and not weight.has_view_for_backward:
+            if sum(waiting.values()) + weight.gathered_bytes <= room:
+                waiting[use.weight] = weight.gathered_bytes
         elif use.kind is Kind.BACKWARD and use.weight in waiting:
-            waiting.discard(use.weight)
+            del waiting[use.weight]
             kept.add(position)
     return kept
 

@@ -413,16 +413,22 @@ class Runtime:
                 self.drop(weight.next_lease)
 
     def _has_room_to_keep(self, weight: ShardedWeight) -> bool:
-        if weight.quantized is not None and len(weight.quantized.wire.views) > 1:  # the backward reads another
+        if weight.has_view_for_backward:
             return False
         if weight.kept_lease is not None or weight.gathered_bytes == 0:
             return weight.kept_lease is None
+        kept_bytes = sum(runtime._kept_bytes for runtime in self._runtimes())
+        return kept_bytes + weight.gathered_bytes <= self.keep_limit()
+
+    def _runtimes(self) -> list[Runtime]:
+        """Of the model: experts and others share its budget."""
         root = self.root_state()
-        runtimes = [self] if root is None else root.runtimes  # experts and others share the model's budget
+        return [self] if root is None else root.runtimes
+
+    def keep_limit(self) -> int:
+        """How many bytes of the model's weights may stay from recomputes for backwards."""
         limit = self.config.recompute_keep_bytes
-        if limit is None:
-            limit = 8 * max(runtime._largest_bytes for runtime in runtimes)
-        return sum(runtime._kept_bytes for runtime in runtimes) + weight.gathered_bytes <= limit
+        return 8 * max(runtime._largest_bytes for runtime in self._runtimes()) if limit is None else limit
 
     def _keep(self, weight: ShardedWeight, lease: Lease) -> None:
         weight.kept_lease = lease
