@@ -12,6 +12,7 @@ from .api import (
     schedule_table,
     set_requires_gradient_sync,
     stats,
+    time_next_step,
 )
 from .checkpoint import CheckedFileSystemReader, CheckedLoadPlanner
 from .config import GTPConfig
@@ -45,4 +46,5 @@ __all__ = [
     "schedule_table",
     "set_requires_gradient_sync",
     "stats",
+    "time_next_step",
 ]

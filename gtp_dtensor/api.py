@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -162,7 +162,9 @@ class ScheduleRow:
     """One use of one weight in the learned schedule.
 
     ``issued_at``: the position at whose use the gather is issued; its own position: on demand; None: no gather, the
-    weight is still there from its recompute.
+    weight is still there from its recompute. Microseconds of the device, None where no step was timed (see
+    :func:`time_next_step`): ``waits_us``, for the weight, which is exposed communication; ``computes_us``, from there to
+    the next use.
     """
 
     position: int
@@ -171,6 +173,8 @@ class ScheduleRow:
     format: str
     num_bytes: int
     issued_at: int | None
+    waits_us: float | None = None
+    computes_us: float | None = None
 
 
 class ScheduleTable(list[ScheduleRow]):
@@ -181,12 +185,16 @@ class ScheduleTable(list[ScheduleRow]):
             return "(no schedule recorded yet)"
         width = max(len(row.weight) for row in self)
         lines = [f"{'pos':>5}  {'kind':<9}  {'weight':<{width}}  {'format':<8}  {'bytes':>12}  issued at"]
+        is_timed = any(row.waits_us is not None for row in self)
+        lines[0] += "  waits (us)  computes (us)" * is_timed
         for row in self:
             issued = "kept" if row.issued_at is None else str(row.issued_at)
             lines.append(
-                f"{row.position:>5}  {row.kind:<9}  {row.weight:<{width}}  {row.format:<8}  {row.num_bytes:>12,}  {issued}"
+                f"{row.position:>5}  {row.kind:<9}  {row.weight:<{width}}  {row.format:<8}  {row.num_bytes:>12,}  {issued:<9}"
             )
-        return "\n".join(lines)
+            if row.waits_us is not None:
+                lines[-1] += f"  {row.waits_us:>10.1f}  {row.computes_us:>13.1f}"
+        return "\n".join(line.rstrip() for line in lines)
 
 
 def schedule_table(model: nn.Module) -> ScheduleTable:
@@ -197,14 +205,26 @@ def schedule_table(model: nn.Module) -> ScheduleTable:
     for runtime in model_runtimes(model):
         uses = runtime.schedule.period()
         issued = issue_positions(runtime, uses)
+        timings = runtime.look_ahead.timings_of(uses)
         for position, use in enumerate(uses):
             weight: ShardedWeight | None = runtime.weights[use.weight]()
             if weight is None:
                 continue
             fqn = names.get(id(weight.param), weight.fqn)
             kind = use.kind.name.lower()
-            table.append(ScheduleRow(position, kind, fqn, weight.wire_name, weight.gathered_bytes, issued[position]))
+            row = ScheduleRow(position, kind, fqn, weight.wire_name, weight.gathered_bytes, issued[position])
+            if timings:
+                waits, computes = timings[position]
+                row = replace(row, waits_us=waits / 1e3, computes_us=computes / 1e3)
+            table.append(row)
     return table
+
+
+def time_next_step(model: nn.Module) -> None:
+    """Take the times of the next whole step, from one optimizer step to the next, for :func:`schedule_table`. At its end
+    the host waits once for the device."""
+    for runtime in model_runtimes(model):
+        runtime.look_ahead.time_next_step()
 
 
 def issue_positions(runtime: Runtime, uses: list[Use]) -> list[int | None]:
@@ -215,6 +235,7 @@ def issue_positions(runtime: Runtime, uses: list[Use]) -> list[int | None]:
     if not runtime.config.weight_prefetch:
         return issued
     waiting: dict[int, int] = {}  # weight -> the use that its gather, issued ahead, is for
+    aheads = runtime.schedule.period_aheads()
     for now, use in enumerate(uses):
         waiting.pop(use.weight, None)
         is_backward = use.kind in IN_BACKWARD
@@ -223,7 +244,7 @@ def issue_positions(runtime: Runtime, uses: list[Use]) -> list[int | None]:
             # The runtime sees the step before repeated: beyond the end it looks at the beginning.
             return uses[(after + ahead) % len(uses)] if ahead < len(uses) else None
 
-        distance = runtime.distance(use.weight, peek)
+        distance = runtime.distance(use.weight, peek, aheads[now])
         for position in range(now + 1, min(now + 1 + distance, len(uses))):
             coming = uses[position]
             if is_out_of_reach(coming, is_backward):

@@ -18,6 +18,7 @@ import torch
 
 from .config import GTPConfig
 from .domain import Domain
+from .look_ahead import LookAhead, UseTimer
 from .modes import in_backward, plain_ops
 from .quantized import FiniteCheck, refresh_quantized
 from .reduce import Reducer
@@ -87,6 +88,8 @@ class Runtime:
         self._has_optimizer = False  # an optimizer stepped on our weights
         self._mispredictions_pruned = 0
         self._backwards: dict[int, weakref.ref[_BackwardEnd]] = {}
+        self.look_ahead = LookAhead(self)
+        self.timer: UseTimer | None = None  # while a step is timed
         watch_optimizers(self)
 
     def __deepcopy__(self, memo: dict) -> Runtime:
@@ -278,6 +281,9 @@ class Runtime:
         weight.notice_writes()
         if num_writes is not None and num_writes != weight.num_writes:
             weight.refuse_changed()
+        timer = self.timer
+        if timer is not None:
+            timer.arrive()
         looks_ahead = self._depth > 0 or kind in IN_BACKWARD
         if not looks_ahead:
             weight.distrust_copy()
@@ -287,8 +293,10 @@ class Runtime:
             weight.counters.num_on_demand_gathers += 1
         elif lease.prefetched:
             weight.counters.num_prefetch_hits += 1
-        if waits:
+        if waits or timer is not None:
             lease.wait()
+        if timer is not None:
+            timer.ready()
         if kind is _RECOMPUTE and may_keep and self._has_room_to_keep(weight):
             self._keep(weight, lease)
         # Elsewhere a module was called by itself: what comes next is up to the user's code.
@@ -381,8 +389,11 @@ class Runtime:
         weight = self.weights[index]()
         return None if weight is None else weight.role
 
-    def distance(self, index: int, peek: Callable[[int], Use | None]) -> int:
-        """How many uses ahead gathers may be issued while weight ``index`` is used; ``peek`` tells these uses."""
+    def distance(self, index: int, peek: Callable[[int], Use | None], planned: int | None) -> int:
+        """How many uses ahead gathers may be issued while weight ``index`` is used; ``peek`` tells these uses,
+        ``planned`` is the plan for this one, if there is one."""
+        if planned is not None:
+            return planned
         if not self.domain.is_expert:
             return self.config.look_ahead
         # Each weight once in a pass; the search ends where the role occurs again, usually three uses ahead.
@@ -391,7 +402,7 @@ class Runtime:
 
     def _prefetch(self, used: ShardedWeight, current: Kind) -> None:
         is_backward = current in IN_BACKWARD
-        for use in self.schedule.coming(self.distance(used.index, self.schedule.peek)):
+        for use in self.schedule.coming(self.distance(used.index, self.schedule.peek, self.schedule.ahead)):
             if is_out_of_reach(use, is_backward):
                 return
             index, kind, _ = use
@@ -406,7 +417,7 @@ class Runtime:
 
     def _free_mispredicted(self, used: ShardedWeight) -> None:
         """After a misprediction: let go of gathers that neither this use nor the new prediction wants soon."""
-        coming = self.schedule.coming(self.distance(used.index, self.schedule.peek))
+        coming = self.schedule.coming(self.distance(used.index, self.schedule.peek, self.schedule.ahead))
         wanted = {used.index, *(use.weight for use in coming)}
         for weight in self.live_weights():
             if weight.next_lease is not None and weight.index not in wanted:
@@ -478,4 +489,5 @@ class Runtime:
             if weight.param.requires_grad or weight.param.grad is not None:
                 weight.mark_changed()
         self._has_optimizer = True
-        self.schedule.mark_step()
+        if self.schedule.mark_step():
+            self.look_ahead.after_step()
