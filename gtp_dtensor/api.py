@@ -162,7 +162,7 @@ class ScheduleRow:
     """One use of one weight in the learned schedule.
 
     ``issued_at``: the position at whose use the gather is issued; its own position: on demand; None: no gather, the
-    weight is still there from its recompute. Microseconds of the device, None where no step was timed (see
+    weight is still there from its recompute, or from the forward's end. Microseconds of the device, None where no step was timed (see
     :func:`time_next_step`): ``waits_us``, for the weight, which is exposed communication; ``computes_us``, from there to
     the next use.
     """
@@ -256,12 +256,15 @@ def issue_positions(runtime: Runtime, uses: list[Use]) -> list[int | None]:
 
 
 def _kept_positions(runtime: Runtime, uses: list[Use]) -> set[int]:
-    """Backward uses that read what their recompute gathered."""
+    """Backward uses that read what their recompute gathered, or the forward that ends where the backward begins."""
     kept, waiting, room = set(), {}, runtime.keep_limit()
     for position, use in enumerate(uses):
         weight = runtime.weights[use.weight]()
         if weight is None:
             continue
+        if use.kind is Kind.FORWARD and not weight.has_view_for_backward:
+            if uses[position + 1 : position + 2] and uses[position + 1][:2] == (use.weight, Kind.BACKWARD):
+                waiting[use.weight] = weight.gathered_bytes
         if use.kind is Kind.RECOMPUTE and use.weight not in waiting and not weight.has_view_for_backward:
             if sum(waiting.values()) + weight.gathered_bytes <= room:
                 waiting[use.weight] = weight.gathered_bytes

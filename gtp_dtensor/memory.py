@@ -126,21 +126,20 @@ class _Walk:
         starts = issue_positions(self._runtime, uses)
         changes = [0] * (num_uses + 1)
         own = [0] * num_uses
-        recomputed: dict[int, int] = {}
-        kept = {self._uses[position].weight: position for position, start in enumerate(starts) if start is None}
+        before: dict[int, int] = {}  # weight -> its last use so far
+        stay = set()  # uses whose weight stays for the next of the same
+        for position, (use, start) in enumerate(zip(uses, starts)):
+            if start is None:
+                stay.add(before[use.weight])
+            before[use.weight] = position
         for position, (use, start) in enumerate(zip(uses, starts)):
             weight = self._weight(position)
             if weight is None:
                 continue
             num_bytes = weight.gathered_bytes
-            if start is None:  # what its recompute left
-                changes[position + 1] -= num_bytes
-                own[position] = num_bytes
-                recomputed.pop(use.weight, None)
-                continue
-            changes[start] += num_bytes
-            stays = use.kind is Kind.RECOMPUTE and kept.get(use.weight, -1) > position
-            if not stays:
+            if start is not None:
+                changes[start] += num_bytes
+            if position not in stay:
                 changes[position + 1] -= num_bytes
                 own[position] = num_bytes
         live, found = 0, []

@@ -297,7 +297,9 @@ class Runtime:
             lease.wait()
         if timer is not None:
             timer.ready()
-        if kind is _RECOMPUTE and may_keep and self._has_room_to_keep(weight):
+        if may_keep and (
+            kind is _RECOMPUTE and self._has_room_to_keep(weight) or kind is _FORWARD and self._turns_at(weight)
+        ):
             self._keep(weight, lease)
         # Elsewhere a module was called by itself: what comes next is up to the user's code.
         if looks_ahead and self.config.weight_prefetch:
@@ -422,6 +424,17 @@ class Runtime:
         for weight in self.live_weights():
             if weight.next_lease is not None and weight.index not in wanted:
                 self.drop(weight.next_lease)
+
+    def _turns_at(self, weight: ShardedWeight) -> bool:
+        """Whether ``weight``, in use in a forward, is what the backward begins with: a second gather would lie beside it."""
+        coming = self.schedule.peek(0)
+        return (
+            coming is not None
+            and coming.weight == weight.index
+            and coming.kind is _BACKWARD
+            and weight.kept_lease is None
+            and not weight.has_view_for_backward
+        )
 
     def _has_room_to_keep(self, weight: ShardedWeight) -> bool:
         if weight.has_view_for_backward:
