@@ -116,14 +116,18 @@ class _UseSmall(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple:
         small, param = ctx.use
-        edge = param_edge(param, engine_edges()[0])
-        if edge is _UNUSED:
-            return None, None
-        small.runtime.enter()
-        if edge is _CAPTURED or wants_gradient_returned(param):
-            return small.runtime.reducer.reduce_now(small, param, grad), None
-        small.runtime.reducer.collect(small, param, grad)
-        return None, None
+        return reduce_small_grad(small, param, grad, param_edge(param, engine_edges()[0])), None
+
+
+def reduce_small_grad(small: SmallParam, param: nn.Parameter, grad: torch.Tensor, edge: Edge) -> DTensor | None:
+    """Collect the gradient of a parameter that stays whole. Returns it, reduced, where autograd itself wants it."""
+    if edge is _UNUSED:
+        return None
+    small.runtime.enter()
+    if edge is _CAPTURED or wants_gradient_returned(param):
+        return small.runtime.reducer.reduce_now(small, param, grad)
+    small.runtime.reducer.collect(small, param, grad)
+    return None
 
 
 _apply_use_small = fast_apply(_UseSmall)

@@ -188,7 +188,7 @@ class Plan:
 
     def _check_module(self, module: nn.Module, what: str) -> None:
         if is_te(type(module)):
-            refuse_te(module, what)
+            refuse_te(module, what, self.style.is_expert)
         if STATE in module.__dict__:
             raise ValueError(
                 f"{what} was given to a GTPStyle before: apply one style to the root (its options modules= and "

@@ -68,7 +68,10 @@ class QuantizedShard:
         cut_columns = [axis for axis, dim in enumerate(dims) if dim is not None and dim > self._row_dim]
         self._knows_rows = not cut_columns
         # Model-parallel axes over which an entry is the same; other ranks' experts have entries of their own.
-        axes = {Amax.MATRIX: sorted(cut_rows + cut_columns), Amax.COLUMN: cut_rows, Amax.ROW: cut_columns}
+        of_matrix = sorted(cut_rows + cut_columns)
+        axes = {Amax.MATRIX: of_matrix if wire.spans_tp else [], Amax.COLUMN: cut_rows, Amax.ROW: cut_columns}
+        # Over which what is found of this rank's slice is not found of all.
+        self.slice_groups = [] if wire.spans_tp else [weight.tp.mesh.get_group(axis) for axis in of_matrix]
         self.groups = {amax: tuple(weight.tp.mesh.get_group(axis) for axis in of) for amax, of in axes.items()}
 
     def _filled(self, shape: torch.Size) -> torch.Size:
@@ -270,7 +273,7 @@ class FiniteCheck:
     """Whether weights held finite values when they were quantized.
 
     Args:
-        finite: bool (weights,), on any device; copied without stopping the host.
+        finite: int (weights,), 0 where not, on any device; copied without stopping the host.
         fqns: of these weights.
         format_name: how they travel.
     """
@@ -326,7 +329,9 @@ def refresh_quantized(weights: Sequence[ShardedWeight]) -> None:
                 transport.all_reduce_max(bits)
         for group in groups:
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
-    finite = torch.stack([torch.isfinite(own[Amax.MATRIX]).all() for own in slots.values()])
+    finite = torch.stack([torch.isfinite(own[Amax.MATRIX]).all() for own in slots.values()]).int()
+    for group in dict.fromkeys(group for weight in slots for group in weight.quantized.slice_groups):
+        dist.all_reduce(finite, dist.ReduceOp.MIN, group=group)
     check = FiniteCheck(finite, [weight.fqn for weight in slots], weights[0].quantized.wire.name)
     if finite.is_cuda:  # without stopping the host: told before the next quantization
         earlier, weights[0].runtime.finite_check = weights[0].runtime.finite_check, check

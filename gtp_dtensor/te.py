@@ -20,29 +20,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from .functional import (
-    input_dtypes,
-    materialize,
-    use_small,
-)
+from . import te_ops
+from .functional import input_dtypes, materialize, use_small
 from .init import logical_init
 from .layout import new_dtensor
 from .local import cast_arguments
 from .members import STATE, ModuleState, model_members, weight_of
 from .te_modules import (
+    EXPERT_MESH,
     NORM_LINEAR,
     PROTOCOL,
     SHARDED,
     STACK,
     fp8_index,
+    has_fp8_parameters,
     init_meta,
     is_grouped,
+    is_op,
+    num_experts,
     refusal,
+    stack_experts,
     te_class,
     uses_protocol,
 )
+from .te_state import plain_class, state_methods
 from .te_weight import WeightUse, attach
 from .wire import WireFormat
+from .wires import is_te
 
 # ---- parameters as GTP takes them
 
@@ -76,12 +80,15 @@ class Replacements:
         for olds in self.replaced.values():
             for old in olds:
                 getattr(old, "clear_high_precision_init_val", lambda: None)()
+        for module in self._root.modules():
+            if is_te(type(module)) and "_module_groups" in module.__dict__:
+                module._module_groups = None  # of a te.ops.Sequential: pipelines, which hold parameters
 
     def _of(self, module: nn.Module) -> dict[str, nn.Parameter | None]:
         params = dict(module._parameters)
         groups = {name: [param] for name, param in params.items() if param is not None}
         if is_grouped(type(module)):
-            experts = [groups.pop(f"weight{i}") for i in range(module.num_gemms)]
+            experts = [groups.pop(f"weight{i}") for i in range(num_experts(module))]
             params = {STACK: None, **{name: param for name, param in params.items() if name in groups}}
             groups[STACK] = [param for (param,) in experts]
         for name, olds in groups.items():
@@ -92,13 +99,15 @@ class Replacements:
         return params
 
     def _converted(self, module: nn.Module, name: str, olds: list[nn.Parameter]) -> nn.Parameter:
-        is_native = getattr(module, "primary_weights_in_fp8", False) and fp8_index(module, name) is not None
+        is_native = has_fp8_parameters(module) and fp8_index(module, name) is not None
         values = [_high_precision(old) if is_native else old.detach() for old in olds]
         is_stack = name == STACK and is_grouped(type(module))
         value = torch.stack(values) if is_stack else values[0]
-        placement = _tp_placement(module, name)
+        placement, expert_mesh = _tp_placement(module, name), module.__dict__.get(EXPERT_MESH)
         if placement is not None:
-            value = self._on_tp_mesh(value, placement, module.tp_group)
+            value = _on_mesh(value, placement, self._mesh_of(module.tp_group))
+        elif expert_mesh is not None:
+            value = _on_mesh(value, Shard(0), expert_mesh)
         elif not is_stack and not is_native:
             return olds[0]
         new = nn.Parameter(value, requires_grad=olds[0].requires_grad)
@@ -109,15 +118,6 @@ class Replacements:
             self.stacks.add(id(new))
         return new
 
-    def _on_tp_mesh(self, local: torch.Tensor, placement: Shard | Replicate, group: dist.ProcessGroup) -> DTensor:
-        mesh = self._mesh_of(group)
-        shape = list(local.shape)
-        if isinstance(placement, Shard):
-            shape[placement.dim] *= group.size()
-        meta = torch.empty(shape, device="meta", dtype=local.dtype)
-        spec = DTensorSpec(mesh, (placement,), tensor_meta=TensorMeta(meta.shape, meta.stride(), meta.dtype))
-        return new_dtensor(local, spec)
-
     def _mesh_of(self, group: dist.ProcessGroup) -> DeviceMesh:
         """The mesh of ``group``: that of the model's other tensor-parallel parameters, where these have the same ranks."""
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -126,6 +126,15 @@ class Replacements:
             found = next((m for m in meshes if m.ndim == 1 and tuple(m.mesh.tolist()) == ranks), None)
             self._meshes[ranks] = found or DeviceMesh.from_group(group, self._device_type, mesh_dim_names=("tp",))
         return self._meshes[ranks]
+
+
+def _on_mesh(local: torch.Tensor, placement: Shard | Replicate, mesh: DeviceMesh) -> DTensor:
+    shape = list(local.shape)
+    if isinstance(placement, Shard):
+        shape[placement.dim] *= mesh.size()
+    meta = torch.empty(shape, device="meta", dtype=local.dtype)
+    spec = DTensorSpec(mesh, (placement,), tensor_meta=TensorMeta(meta.shape, meta.stride(), meta.dtype))
+    return new_dtensor(local, spec)
 
 
 def _high_precision(param: nn.Parameter) -> torch.Tensor:
@@ -146,7 +155,8 @@ def _tp_placement(module: nn.Module, name: str) -> Shard | Replicate | None:
         return Replicate()
     if name.endswith("bias"):
         return Shard(0) if mode == "column" else Replicate()
-    return Shard(0) if mode == "column" else Shard(1)
+    num_leading = int(name == STACK and is_grouped(type(module)))
+    return Shard(num_leading + (mode == "row"))
 
 
 # ---- formats
@@ -162,8 +172,10 @@ def wire_of(module: nn.Module) -> WireFormat | None:
     Raises:
         ValueError: a recipe whose weights cannot travel as its GEMMs read them.
     """
-    if not getattr(module, "primary_weights_in_fp8", False) or not uses_protocol(type(module), module):
+    if not has_fp8_parameters(module) or not uses_protocol(type(module), module):
         return None
+    if is_op(type(module)):
+        te_ops.check_format(module)
     from .wire.te_float8 import wire_for
 
     return wire_for(module)
@@ -175,6 +187,19 @@ def wire_of(module: nn.Module) -> WireFormat | None:
 @functools.lru_cache(maxsize=None)
 def forward_of(base: type[nn.Module]) -> Callable:
     """The forward of modules of ``base`` under GTP."""
+    if is_op(base):  # which te.ops calls for an operation by itself only; see te_ops.py
+        run = base.forward
+    else:
+        run = _module_forward(base)
+    outside = torch.compiler.disable(run, reason="TransformerEngine's modules are not compiled under GTP")
+
+    def forward(self: nn.Module, *args, **kwargs):
+        return outside(self, *args, **kwargs) if is_dynamo_compiling() else run(self, *args, **kwargs)
+
+    return forward
+
+
+def _module_forward(base: type[nn.Module]) -> Callable:
     names = list(inspect.signature(base.forward).parameters)
     flag = names.index("is_first_microbatch") - 1 if "is_first_microbatch" in names else None
 
@@ -185,12 +210,7 @@ def forward_of(base: type[nn.Module]) -> Callable:
             args = (*args[:flag], None, *args[flag + 1 :])
         return _forward(base, module, args, kwargs)
 
-    outside = torch.compiler.disable(run, reason="TransformerEngine's modules are not compiled under GTP")
-
-    def forward(self: nn.Module, *args, **kwargs):
-        return outside(self, *args, **kwargs) if is_dynamo_compiling() else run(self, *args, **kwargs)
-
-    return forward
+    return run
 
 
 def _forward(base: type[nn.Module], module: nn.Module, args: tuple, kwargs: dict) -> object:
@@ -274,6 +294,8 @@ def _local(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
 
 def overrides(base: type[nn.Module]) -> dict[str, object]:
     """What a sharded class of TE's has instead of ``base``'s methods, ``forward`` aside."""
+    if is_op(base):
+        return {SHARDED: True, **te_ops.overrides(base)}
 
     def reset_parameters(self: nn.Module, defer_init: bool | None = False) -> None:
         """Initialise the logical parameters, in place."""
@@ -290,12 +312,19 @@ def overrides(base: type[nn.Module]) -> dict[str, object]:
 
     def _remap_grouped_weight_state_dict_keys(self: nn.Module, state_dict: dict, prefix: str) -> None:
         """One stack, where the state dict has the experts by themselves."""
-        names = [f"{prefix}weight{index}" for index in range(self.num_gemms)]
-        if prefix + STACK not in state_dict and all(name in state_dict for name in names):
-            state_dict[prefix + STACK] = torch.stack([state_dict.pop(name) for name in names])
+        stack_experts(self, state_dict, prefix)
 
-    ours = (reset_parameters, set_activation_dtype, _remap_grouped_weight_state_dict_keys)
-    return {SHARDED: True, **{method.__name__: method for method in ours if hasattr(base, method.__name__)}}
+    def _update_weight_quantizers(self: nn.Module) -> None:
+        """Nothing: parameters are in high precision."""
+
+    ours = (
+        reset_parameters,
+        set_activation_dtype,
+        _remap_grouped_weight_state_dict_keys,
+        _update_weight_quantizers,
+    )
+    methods = {method.__name__: method for method in ours if hasattr(base, method.__name__)}
+    return {SHARDED: True, **methods, **state_methods(base)}
 
 
 def _initialise(module: nn.Module, name: str, param: nn.Parameter) -> None:
@@ -306,8 +335,28 @@ def _initialise(module: nn.Module, name: str, param: nn.Parameter) -> None:
             "logical weight for all: build it without"
         )
     is_stack = name == STACK and is_grouped(type(module))
-    for part in [param[index] for index in range(module.num_gemms)] if is_stack else [param]:
+    for part in [param[index] for index in range(len(param))] if is_stack else [param]:
         meta.init_fn(part)
+
+
+# ---- state
+
+
+def plain_extra_state(model: nn.Module) -> nn.Module:
+    """Give TE's modules in ``model``, which GTP does not shard, the ``_extra_state`` that they have under it: scales and
+    histories of delayed scaling as bytes (uint8, on the CPU) in place of a pickle, which TE does not load by default.
+
+    Checkpoints then load into sharded and unsharded models alike, through ``CheckedLoadPlanner`` also into modules that
+    have not run. TE's own pickles still load where TE allows it (``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``).
+
+    Returns:
+        ``model``, with other classes for these modules.
+    """
+    for module in model.modules():
+        cls = type(module)
+        if is_te(cls) and SHARDED not in vars(cls) and state_methods(cls):
+            module.__class__ = plain_class(cls)
+    return model
 
 
 # ---- amax

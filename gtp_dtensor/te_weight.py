@@ -20,15 +20,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn as nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 
 from .functional import Edge, edge_to, fast_apply, param_edge, reduce_weight_grad
+from .layout import share_memory
 from .modes import plain_ops
 from .schedule import Kind
-from .te_modules import weight_quantizers
+from .te_modules import recipe_in_force, weight_quantizers
 from .weight import Lease, ShardedWeight
 
 _running_node = torch._C._current_autograd_node
@@ -78,8 +81,9 @@ class WeightUse:
 
     def gather_for_forward(self, requires_grad: bool) -> list[torch.Tensor]:
         module, weight = self.module, self.weight
-        if module.fp8:
-            self._note_quantizers(module)
+        recipe = recipe_in_force(module)
+        if recipe is not None:
+            self._note_quantizers(module, recipe)
         lease = weight.runtime.acquire(weight, self.kind)
         self.num_writes = weight.num_writes
         return self._hand_out(lease, False, requires_grad)
@@ -88,9 +92,8 @@ class WeightUse:
         weight = self.weight
         return self._hand_out(weight.runtime.acquire(weight, Kind.BACKWARD, True, self.num_writes), True, False)
 
-    def _note_quantizers(self, module: nn.Module) -> None:
+    def _note_quantizers(self, module: nn.Module, recipe: object) -> None:
         """The backward runs outside of TE's autocast, when scales have moved on."""
-        recipe = module.fp8_meta.get("recipe")
         if getattr(recipe, "backward_override", None) is not None:
             raise RuntimeError(
                 f"{self.weight.fqn}: backward_override={recipe.backward_override!r} of the recipe reads weights that are not "
@@ -154,9 +157,20 @@ class WeightUse:
         if edge is Edge.UNUSED:
             return
         self.weight.runtime.enter()
-        if buffer is None:
-            buffer = torch.stack(list(wgrads)) if self.weight.layout.is_stack else wgrads
-        use.returned = reduce_weight_grad(self.weight, use.param, buffer, edge)
+        use.returned = reduce_weight_grad(
+            self.weight, use.param, self.stacked(wgrads) if buffer is None else buffer, edge
+        )
+
+    def stacked(self, wgrads: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+        """What TE gives to ``finalize_group_grads`` as one tensor like the weight, without a copy where it is."""
+        if not self.weight.layout.is_stack:
+            return wgrads
+        wgrads = [wgrads] if isinstance(wgrads, torch.Tensor) else wgrads  # of one expert
+        whole = wgrads[0]._base
+        if whole is not None and whole.shape == (len(wgrads), *self.shape):
+            if all(map(share_memory, wgrads, whole)):
+                return whole
+        return torch.stack(list(wgrads))
 
 
 def _attached(weight: ShardedWeight) -> torch.autograd.graph.Node:

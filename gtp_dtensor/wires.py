@@ -124,7 +124,10 @@ def _wire(module: nn.Module, name: str, fqn: str) -> WireFormat | None:
     room = gemm_room(module)
     if room is None:
         return None if name == _AUTO else wire_format(name)
-    wire = room.wire_of(module)
+    try:
+        wire = room.wire_of(module)
+    except ValueError as error:
+        raise ValueError(f"{fqn}: {error}") from error
     if name == _AUTO or wire is not None and name == wire.name:
         return wire
     raise ValueError(
@@ -152,6 +155,11 @@ def _check_shape(fqn: str, wire: WireFormat, shape: torch.Size, param: torch.Ten
             f"{fqn} of shape {tuple(param.shape)}{tp}: wire format '{wire.name}' has blocks of {wire.column_block} columns, "
             f"which do not divide {shape[-1]}; name another format for it, such as "
             f"wire_format_overrides={{'{below}': 'fp8_rowwise'}} or 'bf16'"
+        )
+    if not wire.fills_rows and shape[-2] % wire.row_block:
+        raise ValueError(
+            f"{fqn} of shape {tuple(param.shape)}{tp}: wire format '{wire.name}' has blocks of {wire.row_block} rows, which do "
+            f"not divide {shape[-2]}, and its GEMMs read whole blocks: pad it, or make it in high precision"
         )
     row_dim = len(shape) - 2
     cuts_rows = isinstance(param, DTensor) and any(p.is_shard(row_dim) for p in param.placements)

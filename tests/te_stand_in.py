@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import pickle
 import sys
 import types
 import weakref
@@ -17,8 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.te_stand_in_regions import (
+    _FP8,
+    HISTORY,  # noqa: F401
+    SUPPORTED,
+    Format,
+    Recipe,
+    Scaling,
+    autocast,
+    checkpoint,
+    is_available,
+    quantized_model_init,
+)
 from tests.te_stand_in_tensors import (
-    LARGEST,
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
     Float8CurrentScalingQuantizer,
@@ -26,71 +39,17 @@ from tests.te_stand_in_tensors import (
     Float8Tensor,
     MXFP8Quantizer,
     MXFP8Tensor,
+    NVFP4Quantizer,
+    NVFP4Tensor,
     QuantizedTensor,
 )
 
-HISTORY = 4
-
-
-# ---- recipes and autocast
-
-
-class Recipe:
-    backward_override = None
-
-    def __init__(self, kind):
-        self.kind = kind  # "delayed", "current", "block" or "mx"
-
-    def delayed(self):
-        return self.kind == "delayed"
-
-
-class _FP8:
-    """TE's own state of the process: the recipe in force, and the modules whose scales the region's end updates."""
-
-    recipe: Recipe | None = None
-    init_recipe: Recipe | None = None
-    region: dict = {}  # modules that ran
-
-
-@contextlib.contextmanager
-def autocast(recipe, amax_reduction_group=None, enabled=True):
-    _FP8.recipe, _FP8.region = recipe, {}
-    try:
-        yield
-    finally:
-        _FP8.recipe = None
-        if recipe is not None and recipe.kind == "delayed" and torch.is_grad_enabled():
-            for module in _FP8.region:
-                module.fp8_meta["scaling_fwd"].roll(amax_reduction_group)
-
-
-@contextlib.contextmanager
-def quantized_model_init(recipe, enabled=True, preserve_high_precision_init_val=True):
-    _FP8.init_recipe = recipe
-    try:
-        yield
-    finally:
-        _FP8.init_recipe = None
-
-
-_QUANTIZERS = {"current": Float8CurrentScalingQuantizer, "block": Float8BlockQuantizer, "mx": MXFP8Quantizer}
-
-
-class _Scaling:
-    def __init__(self, num):
-        self.scale, self.amax_history = torch.ones(num), torch.zeros(HISTORY, num)
-
-    def reset(self):
-        self.scale.fill_(1.0), self.amax_history.zero_()
-
-    def roll(self, group):
-        if group is not None:
-            dist.all_reduce(self.amax_history[0], dist.ReduceOp.MAX, group=group)
-        amax = self.amax_history.amax(0)
-        self.scale.copy_(torch.where(amax > 0, LARGEST / amax, self.scale))
-        self.amax_history.copy_(self.amax_history.roll(-1, 0))
-        self.amax_history[0].zero_()
+_QUANTIZERS = {
+    "current": Float8CurrentScalingQuantizer,
+    "block": Float8BlockQuantizer,
+    "mx": MXFP8Quantizer,
+    "nv": NVFP4Quantizer,
+}
 
 
 # ---- modules
@@ -103,7 +62,7 @@ def _is_distributed(weight):
 def _gemm_operand(tensor, is_backward=False):
     if not isinstance(tensor, QuantizedTensor):
         return tensor
-    return tensor.for_backward() if is_backward and isinstance(tensor, MXFP8Tensor) else tensor.dequantize()
+    return tensor.for_backward() if is_backward and hasattr(tensor, "for_backward") else tensor.dequantize()
 
 
 def _num_held(tensor):
@@ -115,11 +74,22 @@ def _in_fp8(weight, quantizer):
     return weight if quantizer is None or isinstance(weight, QuantizedTensor) else quantizer(weight)
 
 
+def _gathered(rows, group):
+    parts = [torch.empty_like(rows) for _ in range(group.size())]
+    dist.all_gather(parts, rows.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def _own(rows, module):
+    return rows.chunk(module.tp_size)[module.tp_group.rank()].contiguous()
+
+
 class _GEMMs(torch.autograd.Function):
     """All three linears: with a norm before it, with several experts, or neither."""
 
     @staticmethod
-    def forward(ctx, inp, module, splits, norm_weight, *tensors):
+    def forward(ctx, inp, called, splits, norm_weight, *tensors):
+        module, ctx.region = called
         num = len(splits)
         weights, biases = tensors[:num], tensors[num:]
         kind = module.kind
@@ -130,15 +100,19 @@ class _GEMMs(torch.autograd.Function):
         if kind == "norm":
             rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
             x = x * rstd * norm_weight
+        if module.gathers("column"):
+            x = _gathered(x, module.tp_group)
+            splits = [x.shape[0]]
         rows = x.reshape(-1, x.shape[-1]).split(splits)
         rows = [_gemm_operand(_in_fp8(part, q)) for part, q in zip(rows, quantizers["input"])]
         is_dist = _is_distributed(weights[0])
         gathered = weights[0].materialize_group_for_forward() if is_dist else list(weights)
         operands = [_in_fp8(w.detach() if not is_dist else w, q) for w, q in zip(gathered, quantizers["weight"])]
         outs = [part @ _gemm_operand(w).detach().t() for part, w in zip(rows, operands)]
-        if module.parallel_mode == "row" and module.tp_size > 1:
+        if kind != "grouped" and module.parallel_mode == "row" and module.tp_size > 1:
             for out in outs:
                 dist.all_reduce(out, group=module.tp_group)
+            outs = [_own(out, module) if module.gathers("row") else out for out in outs]
         if biases:
             outs = [out + bias for out, bias in zip(outs, biases)]
         # Linear asks the handle whether it wants a gradient, the others what was gathered.
@@ -151,7 +125,7 @@ class _GEMMs(torch.autograd.Function):
         saved = weights if is_dist else [w.detach() for w in operands]
         ctx.save_for_backward(inp.detach(), *rows, *saved, norm_weight)
         ctx.use = module, splits, quantizers, rstd, len(biases), weights[0].dtype
-        return torch.cat(outs).view(*inp.shape[:-1], -1)
+        return torch.cat(outs).view(-1, *inp.shape[1:-1], outs[0].shape[-1])
 
     @staticmethod
     def backward(ctx, grad_y):
@@ -160,6 +134,12 @@ class _GEMMs(torch.autograd.Function):
         inp, *saved = ctx.saved_tensors
         rows, weights, norm_weight = saved[:num], saved[num : 2 * num], saved[-1]
         is_dist = _is_distributed(weights[0])
+        if "scaling_bwd" in module.fp8_meta:
+            amax = module.fp8_meta["scaling_bwd"].amax_history[0]
+            amax.copy_(torch.maximum(amax, grad_y.abs().amax()))
+        biases = [grad_y.sum(0)] * num_biases  # of what this rank's tokens are, if gathered
+        if module.gathers("row"):
+            grad_y = _gathered(grad_y, module.tp_group)
         grads = [part.contiguous() for part in grad_y.reshape(-1, grad_y.shape[-1]).split(splits)]
         buffers = None
         wants_input = kind == "norm" or ctx.needs_input_grad[0]
@@ -192,8 +172,9 @@ class _GEMMs(torch.autograd.Function):
                 wgrads = [buffer.copy_(grad) for buffer, grad in zip(buffers, wgrads)]
             if is_dist:
                 wgrads = weights[0].finalize_group_grads(wgrads if num > 1 else wgrads[0])
-        if wants_input and module.parallel_mode == "column" and module.tp_size > 1:
+        if wants_input and kind != "grouped" and module.parallel_mode == "column" and module.tp_size > 1:
             dist.all_reduce(grad_rows, group=module.tp_group)
+            grad_rows = _own(grad_rows, module) if module.gathers("column") else grad_rows
         grad_x = grad_norm = None
         if wants_input:
             grad_x = grad_rows.view(inp.shape)
@@ -202,7 +183,10 @@ class _GEMMs(torch.autograd.Function):
             grad_norm = (grad_x * normed).reshape(-1, inp.shape[-1]).sum(0)
             scaled = grad_x * norm_weight
             grad_x = rstd * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-        biases = [g.sum(0) for g in grads] if num_biases else []
+        for part in ctx.region[0] if ctx.region and "scaling_bwd" in module.fp8_meta else ():
+            part.fp8_meta["scaling_bwd"].roll(ctx.region[1])
+        if num_biases and not module.gathers("row"):
+            biases = [g.sum(0) for g in grads]
         return grad_x, None, None, grad_norm, *wgrads, *biases
 
 
@@ -222,16 +206,21 @@ class _Base(nn.Module):
     kind = "linear"
     num_gemms_of_linear = 1
 
-    def __init__(self, dtype, device, delay_wgrad_compute=False, tp_group=None, parallel_mode=None):
+    def __init__(
+        self, dtype, device, delay_wgrad_compute=False, tp_group=None, parallel_mode=None, sequence_parallel=False
+    ):
         super().__init__()
         self.params_dtype, self.device = dtype or torch.float32, device
         self.primary_weights_in_fp8 = _FP8.init_recipe is not None
         self.fp8, self.fp8_meta, self.quantizers, self.param_init_meta = False, {}, {}, {}
         self.fsdp_group, self._fp8_workspaces, self.activation_dtype = None, {}, None
         self.wgrad_store = _Store(delay_wgrad_compute)
-        self.fuse_wgrad_accumulation, self.sequence_parallel = False, False
+        self.fuse_wgrad_accumulation, self.sequence_parallel = False, sequence_parallel
         self.tp_group, self.parallel_mode = tp_group, parallel_mode
         self.tp_size = 1 if tp_group is None else tp_group.size()
+
+    def gathers(self, mode):
+        return self.kind != "grouped" and self.sequence_parallel and self.parallel_mode == mode
 
     def _add(self, name, shape, init, index=None):
         param = nn.Parameter(torch.empty(shape, dtype=self.params_dtype, device=self.device))
@@ -251,16 +240,21 @@ class _Base(nn.Module):
                 self._parameters[name] = quantized
 
     def init_fp8(self, recipe, num):
-        if recipe is None or self.fp8_meta.get("recipe") is recipe:
+        if recipe is not None and self.fp8_meta.get("recipe") is not recipe:
+            self.fp8_meta |= {"recipe": recipe, "num_gemms": num}
+            self.init_fp8_meta_tensors(recipe)
+
+    def init_fp8_meta_tensors(self, recipe):
+        num, meta = self.fp8_meta["num_gemms"], self.fp8_meta
+        if recipe.kind != "delayed":
+            self.quantizers["scaling_fwd"] = [_QUANTIZERS[recipe.kind]() for _ in range(3 * num)]
             return
-        self.fp8_meta["recipe"] = recipe
-        if recipe.kind == "delayed":
-            state = self.fp8_meta["scaling_fwd"] = _Scaling(3 * num)
-            scales = range(3 * num)
-            made = [Float8Quantizer(state.scale[i : i + 1], state.amax_history[0][i : i + 1], None) for i in scales]
-        else:
-            made = [_QUANTIZERS[recipe.kind]() for _ in range(3 * num)]
-        self.quantizers["scaling_fwd"] = made
+        if "scaling_fwd" not in meta:
+            meta["scaling_fwd"], meta["scaling_bwd"] = (Scaling(n * num, recipe.amax_history_len) for n in (3, 2))
+        state = meta["scaling_fwd"]
+        assert len(state.amax_history) == recipe.amax_history_len
+        pairs = zip(state.scale.split(1), state.amax_history[0].split(1))
+        self.quantizers["scaling_fwd"] = [Float8Quantizer(scale, amax, None) for scale, amax in pairs]
 
     def all_quantizers(self):
         num = getattr(self, "num_gemms", 1)
@@ -283,30 +277,45 @@ class _Base(nn.Module):
         self.__dict__["activation_dtype"] = inp.dtype
 
     def get_extra_state(self):
-        state = self.fp8_meta.get("scaling_fwd")
-        if state is None:
+        if "scaling_fwd" not in self.fp8_meta:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.cat([state.scale, state.amax_history.flatten()]).view(torch.uint8)
+        scalings = {way: self.fp8_meta[way] for way in ("scaling_fwd", "scaling_bwd")}
+        state = {way: {"scale": one.scale, "amax_history": one.amax_history} for way, one in scalings.items()}
+        return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
     def set_extra_state(self, saved):
-        if saved.numel():
-            self.init_fp8(Recipe("delayed"), getattr(self, "num_gemms", 1))
-            state = self.fp8_meta["scaling_fwd"]
-            values = saved.clone().view(torch.float32)
-            state.scale.copy_(values[: state.scale.numel()])
-            state.amax_history.copy_(values[state.scale.numel() :].view(HISTORY, -1))
+        if saved.numel() == 0:
+            return
+        if os.getenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE") != "1":
+            raise RuntimeError("Refusing to load pickled Transformer Engine extra state")
+        self.init_fp8(Recipe("delayed"), getattr(self, "num_gemms", 1))
+        for way, values in pickle.loads(saved.numpy().tobytes()).items():
+            for name, value in values.items():
+                getattr(self.fp8_meta[way], name).copy_(value)
+        self._update_weight_quantizers()  # TE does where a history's length is another
+
+    def _update_weight_quantizers(self):
+        names = [f"weight{index}" for index in range(self.num_gemms)] if self.kind == "grouped" else ["weight"]
+        assert [getattr(self, name) for name in names]
 
     def _call(self, inp, splits, norm_weight, weights, biases, is_first_microbatch):
         self.set_activation_dtype(inp)
         self.fp8 = _FP8.recipe is not None
         self.init_fp8(_FP8.recipe, len(splits))
-        if self.fp8:
+        region = None
+        if self.fp8 and _FP8.checkpoint_phase != "recompute":
+            region = None if _FP8.region else (_FP8.region, _FP8.group)
             _FP8.region[self] = True
         if is_first_microbatch is not None:
             self._fp8_workspaces["weight"] = weights[0]
         if not self.fp8:
             weights = [w.dequantize() if isinstance(w, QuantizedTensor) else w for w in weights]
-        return _GEMMs.apply(inp, self, splits, norm_weight, *weights, *biases)
+        delayed = self.fp8 and _FP8.recipe.delayed()
+        scaling = (
+            self.fp8_meta["scaling_fwd"].in_checkpoint(_FP8.checkpoint_phase) if delayed else contextlib.nullcontext()
+        )
+        with scaling:
+            return _GEMMs.apply(inp, (self, region), splits, norm_weight, *weights, *biases)
 
 
 class Linear(_Base):
@@ -352,6 +361,9 @@ class GroupedLinear(_Base):
         super().__init__(params_dtype, device, **rest)
         self.__dict__.update(single)
         self.num_gemms, self.use_bias, self.use_grouped_tensor = num_gemms, bias, True
+        assert not (bias and self.tp_size > 1), "no bias where the user communicates"
+        out_features //= self.tp_size if self.parallel_mode == "column" else 1
+        in_features //= self.tp_size if self.parallel_mode == "row" else 1
         for index in range(num_gemms):
             self._add(f"weight{index}", (out_features, in_features), nn.init.xavier_normal_, 1 + 3 * index)
             if bias:
@@ -406,8 +418,8 @@ _MODULES = {
     "module.layernorm_mlp": (LayerNormMLP,),
     "module.base": (_Base,),
     "ops.basic.rmsnorm": (RMSNorm,),
-    "tensor": (Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor, QuantizedTensor),
-    "quantizers": (Float8Quantizer, Float8CurrentScalingQuantizer, Float8BlockQuantizer, MXFP8Quantizer),
+    "tensor": (Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor, NVFP4Tensor, QuantizedTensor),
+    "quantizers": (Float8Quantizer, *_QUANTIZERS.values()),
 }
 for _name, _classes in _MODULES.items():
     for _class in _classes:
@@ -422,16 +434,24 @@ def installed(version="2.20.2"):
     package = ours["transformer_engine.pytorch"] = types.ModuleType("transformer_engine.pytorch")
     for classes in _MODULES.values():
         vars(package).update({one.__name__: one for one in classes})
-    vars(package).update(autocast=autocast, quantized_model_init=quantized_model_init)
+    functions = (autocast, quantized_model_init, checkpoint)
+    vars(package).update({one.__name__: one for one in functions})
+    vars(package).update(dict.fromkeys(SUPPORTED, is_available))
     ours["transformer_engine"].pytorch = package
     recipes = {"DelayedScaling": "delayed", "Float8CurrentScaling": "current", "Float8BlockScaling": "block"}
     common = ours["transformer_engine.common"] = types.ModuleType("transformer_engine.common")
     common.recipe = ours["transformer_engine.common.recipe"] = types.ModuleType("transformer_engine.common.recipe")
+    common.recipe.Format = Format
     vars(common.recipe).update({one: functools.partial(Recipe, kind) for one, kind in recipes.items()})
+    name = "transformer_engine.pytorch.quantization"
+    ours[name] = types.ModuleType(name)
+    ours[name].FP8GlobalStateManager = _FP8
     name = "transformer_engine.pytorch.distributed_weight"
     if tuple(map(int, version.split("."))) >= (2, 19):
         ours[name] = types.ModuleType(name)
-    bound = [f"gtp_dtensor.wire.te_{name}" for name in ("float8", "mx")]  # hold classes of the one that they met
+    bound = [
+        f"gtp_dtensor.wire.te_{name}" for name in ("float8", "mx", "nvfp4")
+    ]  # hold classes of the one that they met
     others = [key for key in sys.modules if key.startswith("transformer_engine") or key in bound]
     before = {key: sys.modules.pop(key) for key in others}
     sys.modules.update(ours)

@@ -11,6 +11,11 @@ BLOCK = 128
 
 
 class QuantizedTensor(torch.Tensor):
+    has_columns = False  # what a GEMM of the backward reads
+
+    def update_usage(self, *, columnwise_usage):
+        self.has_columns = columnwise_usage
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
@@ -102,6 +107,67 @@ class MXFP8Tensor(QuantizedTensor):
         for tensor in (self._rowwise_data, self._columnwise_data):
             if tensor is not None:
                 tensor.data = tensor.data.new_empty(0)
+
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def _unpacked(codes):
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+
+
+def _packed(codes):
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+class NVFP4Tensor(QuantizedTensor):
+    """Of square blocks: what stands for columns is made of what stands for rows."""
+
+    def __new__(
+        cls,
+        *,
+        shape,
+        dtype,
+        rowwise_data,
+        rowwise_scale_inv,
+        columnwise_data,
+        columnwise_scale_inv,
+        amax_rowwise,
+        amax_columnwise,
+        fp4_dtype,
+        quantizer,
+        with_gemm_swizzled_scales,
+    ):
+        assert not with_gemm_swizzled_scales and columnwise_data is None and amax_rowwise.shape == (1,)
+        assert tuple(rowwise_data.shape) == (shape[0], shape[1] // 2) and rowwise_data.is_contiguous()
+        assert all(size % tile == 0 for size, tile in zip(rowwise_scale_inv.shape, (128, 4)))
+        self = cls._make(shape, dtype, rowwise_data.device)
+        self._rowwise_data, self._rowwise_scale_inv, self._amax_rowwise = rowwise_data, rowwise_scale_inv, amax_rowwise
+        self._columnwise_data, self._quantizer = None, quantizer
+        return self
+
+    def update_usage(self, *, rowwise_usage, columnwise_usage):
+        assert rowwise_usage and columnwise_usage
+        rows, columns = self.shape
+        self._columnwise_data = _packed(_unpacked(self._rowwise_data).t().contiguous())
+        scales = self._rowwise_scale_inv[:rows:16, : columns // 16].t()
+        self._columnwise_scale_inv = scales.repeat_interleave(16, 0)
+
+    def _values(self, codes, scales):
+        codes = _unpacked(codes).long()
+        scales = scales.view(E4M3).float() * (1 / (448 * 6 / self._amax_rowwise))
+        signs = 1 - 2 * (codes >> 3)
+        return (signs * _E2M1[codes & 7] * scales.repeat_interleave(16, 1)[: codes.shape[0], : codes.shape[1]]).float()
+
+    def dequantize(self):
+        return self._values(self._rowwise_data, self._rowwise_scale_inv).to(self.dtype)
+
+    def for_backward(self):
+        return self._values(self._columnwise_data, self._columnwise_scale_inv).t().to(self.dtype)
+
+    def clear(self):
+        for tensor in (self._rowwise_data, self._rowwise_scale_inv, self._amax_rowwise):
+            tensor.data = tensor.data.new_empty(0)
 
 
 class Quantizer:
@@ -199,3 +265,43 @@ class MXFP8Quantizer(Quantizer):
             quantizer=self,
             with_gemm_swizzled_scales=False,
         )
+
+
+class NVFP4Quantizer(Quantizer):
+    """With one scale for 16 x 16 numbers, in TE's layout: repeated in each row, in whole tiles of 128 x 4."""
+
+    with_2d_quantization, nvfp4_use_4over6, columnwise_usage = True, False, True
+
+    def set_usage(self, *, rowwise=None, columnwise=None):
+        self.columnwise_usage = columnwise
+
+    def __call__(self, tensor):
+        rows, columns = tensor.shape
+        amax = tensor.abs().amax().float().view(1)
+        encode = 2688.0 * torch.ones(1) / amax
+        tiled = tensor.float().view(rows // 16, 16, columns // 16, 16)
+        scales = (tiled.abs().amax((1, 3)) * (encode * (1 / torch.tensor(6.0)))).clamp(max=LARGEST).to(E4M3)
+        factors = 1 / (scales.float() * (1 / encode))
+        values = (tiled * factors[:, None, :, None]).view(rows, columns).clamp(-6.0, 6.0)
+        magnitudes = values.abs().contiguous()
+        middles = (_E2M1[1:] + _E2M1[:-1]) / 2
+        nearest = torch.bucketize(magnitudes, middles)  # of two that are as near the lower one
+        nearest += (magnitudes == middles[nearest.clamp(max=6)]) & (nearest % 2 == 1)  # in truth the even one
+        codes = nearest.to(torch.uint8) | (values.signbit().to(torch.uint8) << 3)
+        by_row = scales.view(torch.uint8).repeat_interleave(16, 0)
+        missing = [-size % tile for size, tile in zip(by_row.shape, (128, 4))]
+        quantized = NVFP4Tensor(
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            rowwise_data=_packed(codes),
+            rowwise_scale_inv=nn.functional.pad(by_row, (0, missing[1], 0, missing[0])),
+            columnwise_data=None,
+            columnwise_scale_inv=None,
+            amax_rowwise=amax,
+            amax_columnwise=None,
+            fp4_dtype=None,
+            quantizer=self,
+            with_gemm_swizzled_scales=False,
+        )
+        quantized.update_usage(rowwise_usage=True, columnwise_usage=True)
+        return quantized

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from gtp_dtensor import CheckedLoadPlanner, GTPConfig, GTPStyle, materialized, reset_stats, stats
 from gtp_dtensor.layout import RowCut
 from gtp_dtensor.members import STATE
-from gtp_dtensor.te import amax_group
+from gtp_dtensor.te import amax_group, plain_extra_state
 from gtp_dtensor.te_weight import TEWeight, WeightUse
 from gtp_dtensor.wire import Amax
 from tests import te_stand_in as te
@@ -173,8 +173,8 @@ def test_wgrad_is_written_into_what_is_sent(mesh, rank, reduce_dtype):
         assert_close_to_reference(full(fused[0].weight.grad), 2 * reference[0].weight.grad.float(), rtol=rtol)
 
 
-RECIPES = ["delayed", "current", "block", "mx"]
-FORMATS = {"delayed": "fp8", "current": "fp8", "block": "fp8_block", "mx": "mxfp8"}
+RECIPES = ["delayed", "current", "block", "mx", "nv"]
+FORMATS = {"delayed": "fp8", "current": "fp8", "block": "fp8_block", "mx": "mxfp8", "nv": "nvfp4"}
 
 
 def build_fp8(recipe, native):
@@ -264,13 +264,15 @@ def test_parameters_in_fp8_travel_in_fp8(mesh, rank, world_size, kind):
         if kind == "mx":  # cut at blocks of 32 rows, the views of both directions alike: 5 blocks a rank of 288 rows
             numel = 320 * DIM + DIM * hidden + 3 * 128 * DIM
             numel += numel // 32
+        if kind == "nv":  # two codes a byte, and a scale for 16 x 16
+            numel = numel // 2 + numel // 256
         assert found.gather_bytes == 4 * numel
         assert found.num_quantizations == 3  # once a step, for two microbatches
         assert found.live_lease_bytes == 0
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", ["delayed", slow("current"), slow("block"), slow("mx")])
+@pytest.mark.parametrize("kind", ["delayed", slow("current"), slow("block"), slow("mx"), slow("nv")])
 def test_weights_gathered_in_high_precision_are_quantized_in_both_directions(mesh, rank, world_size, kind):
     with te.installed():
         recipe = te.Recipe(kind)
@@ -445,6 +447,7 @@ def test_initialisation_and_state(mesh, rank, tmp_path):
         state["1.weight"] = torch.empty(2, DIM, DIM)
         for index in range(2):
             del state[f"1.weight{index}"]
+        plain_extra_state(fresh)
         assert state["0._extra_state"].numel() == 0
         load(state, checkpoint_id=tmp_path, planner=CheckedLoadPlanner())
         fresh.load_state_dict(state)

@@ -1,7 +1,7 @@
 """TransformerEngine's own modules under GTP, several ranks on one GPU, beside unsharded ones with the same data."""
 
+import os
 from collections import Counter
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from gtp_dtensor import CheckedLoadPlanner, GTPConfig, GTPStyle, reset_stats, stats
 from gtp_dtensor.members import STATE
-from gtp_dtensor.schedule import Kind
 from tests.harness import ranks
 from tests.reference import full, relative_error, replica_options
 
@@ -195,54 +194,6 @@ def test_replicas_that_shard_the_optimizer(rank, recipe_name):
 
 
 @on_four
-@pytest.mark.parametrize("recipe_name", RECIPES)
-def test_tensor_parallelism_of_its_own(rank, recipe_name):
-    """tp 2 x gtp 2: slices of what an unsharded module computes, whose GEMMs sum in another order."""
-    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("gtp", "tp"))
-    tp_rank, gtp_rank = mesh.get_local_rank("tp"), mesh.get_local_rank("gtp")
-    recipe, rtol = recipe_of(recipe_name), 2**-7 if recipe_name == "bf16" else 0.06
-    faults = []
-    for kind, mode in (("Linear", "column"), ("Linear", "row"), ("LayerNormLinear", "column")):
-        reset()
-        reference = make(kind, shape=(256, 512))
-        module = make(kind, recipe, (256, 512), tp_group=mesh.get_group("tp"), parallel_mode=mode)
-        for (name, param), whole in zip(module.named_parameters(), reference.parameters()):
-            if whole.dim() == 1:
-                nn.init.uniform_(whole, 0.5, 1.5)
-            dims = [dim for dim in range(whole.dim()) if param.shape[dim] != whole.shape[dim]]
-            value = (whole.chunk(2, dims[0])[tp_rank] if dims else whole).detach().contiguous()
-            if type(param) is nn.Parameter:
-                param.data.copy_(value)
-            else:
-                param.get_high_precision_init_val = lambda value=value: value
-        parallelize_module(module, mesh["gtp"], GTPStyle(CONFIG))
-        for name, param in module.named_parameters():
-            if not torch.equal(full(param), reference.get_parameter(name)):
-                faults.append(f"{kind} {mode} {name} differs before the first step")
-        for step in range(2):
-            what = f"{kind} {mode} {recipe_name} step {step}"
-            copy_parameters(module, reference, False)
-            x = [batch_of(gtp_rank, step, 256) for _ in range(2)]
-            mine, whole = x[0], x[1]
-            if mode == "row":
-                mine = x[0].detach().chunk(2, -1)[tp_rank].contiguous().requires_grad_()
-            with in_region(recipe, dist.group.WORLD):
-                y, expected = call(module, kind, mine), call(reference, kind, whole)
-            grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(gtp_rank)).to(y)
-            expected.backward(grad)
-            if mode == "column":
-                expected, grad = (one.chunk(2, -1)[tp_rank] for one in (expected, grad))
-            y.backward(grad.contiguous())
-            dx = whole.grad if mode == "column" else whole.grad.chunk(2, -1)[tp_rank]
-            compare(what, {"y": (y, expected), "dx": (mine.grad, dx)}, faults, rtol)
-            wanted = mean_grads(reference, mesh.get_group("gtp"))
-            for name, param in module.named_parameters():
-                compare(what, {name: (full(param.grad), wanted[name])}, faults, rtol)
-            module.zero_grad()
-    assert not faults, "\n".join(faults)
-
-
-@on_four
 def test_what_travels_is_what_te_quantizes(mesh, rank):
     """Codes and scales, bit for bit, with scales that are powers of two and that are not."""
     from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling, QParams
@@ -290,35 +241,6 @@ def test_what_travels_is_what_te_quantizes(mesh, rank):
                     if same != (True, True):
                         faults.append(f"{what}: codes, scales {same}")
     assert not faults, "\n".join(faults)
-
-
-@on_four
-def test_mxfp8_is_packed_and_unpacked_without_a_gemm(mesh, rank):
-    """Both views, on a device without these GEMMs: what is made of gathered bytes is what TE makes of the whole weight."""
-    from transformer_engine.pytorch import MXFP8Quantizer
-    from transformer_engine.pytorch.constants import DType
-
-    from gtp_dtensor.wire.te_mx import MXScaling
-
-    quantizer = MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True)
-    for kind in ("Linear", "GroupedLinear"):
-        reset()
-        module = make(kind, shape=(256, 320), bias=False)
-        with mock.patch("gtp_dtensor.te.wire_of", lambda module: MXScaling(quantizer)):
-            parallelize_module(module, mesh, GTPStyle(CONFIG))
-        weight = module.__dict__[STATE].weights["weight"]
-        whole = full(module.weight)
-        stack = [whole] if kind == "Linear" else whole.unbind(0)
-        for use, way, rows, columns in ((Kind.FORWARD, "row", 320, 8), (Kind.BACKWARD, "column", 10, 256)):
-            lease = weight.runtime.acquire(weight, use)
-            tensors = weight.wire.tensors(lease, [quantizer] * len(stack), torch.bfloat16, use is Kind.BACKWARD)
-            for one, tensor in zip(stack, tensors):
-                expected = quantizer(one.contiguous())
-                assert torch.equal(getattr(tensor, f"_{way}wise_data"), getattr(expected, f"_{way}wise_data"))
-                mine, theirs = (getattr(made, f"_{way}wise_scale_inv") for made in (tensor, expected))
-                assert mine.shape == theirs.shape
-                assert torch.equal(mine[:rows, :columns], theirs[:rows, :columns])
-            weight.runtime.release(lease)
 
 
 @on_two
@@ -411,14 +333,11 @@ class Net(nn.Module):
 @pytest.mark.parametrize("recipe_name", ["delayed", "block"])
 def test_state_and_fused_adam(rank, recipe_name, tmp_path):
     """Trained at gtp 2 with FusedAdam, loaded at gtp 4 and into unsharded modules."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
-        check_state(rank, recipe_name, tmp_path)
-
-
-def check_state(rank, recipe_name, tmp_path):
     from transformer_engine.pytorch.optimizers import FusedAdam
 
+    from gtp_dtensor.te import plain_extra_state
+
+    assert "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE" not in os.environ
     mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dps", "gtp"))
     reset()
     recipe = recipe_of(recipe_name)
@@ -447,7 +366,7 @@ def check_state(rank, recipe_name, tmp_path):
     load(state, checkpoint_id=tmp_path, planner=CheckedLoadPlanner())
     other.load_state_dict(state)
     reset()
-    plain = Net(None)
+    plain = plain_extra_state(Net(None))
     state = dict(plain.state_dict())
     for index in range(len(SPLITS)):
         del state[f"c.weight{index}"]
@@ -462,9 +381,10 @@ def check_state(rank, recipe_name, tmp_path):
     if recipe_name == "delayed":
         for one in (other, plain):
             for part in ("a", "c"):
-                metas = [getattr(net, part).fp8_meta["scaling_fwd"] for net in (model, one)]
-                assert torch.equal(metas[0].amax_history, metas[1].amax_history), part
-                assert metas[0].scale.max() > 1
+                for way in ("scaling_fwd", "scaling_bwd"):
+                    metas = [getattr(net, part).fp8_meta[way] for net in (model, one)]
+                    assert torch.equal(metas[0].amax_history, metas[1].amax_history), part
+                    assert torch.equal(metas[0].scale, metas[1].scale) and metas[0].scale.max() > 1, part
     for one in (plain.a, plain.c):
         one.__dict__["activation_dtype"] = torch.bfloat16
     outs = []
@@ -473,3 +393,34 @@ def check_state(rank, recipe_name, tmp_path):
             outs.append(net(batch_of(rank, 9)))
     assert torch.equal(outs[0], outs[1])
     assert relative_error(outs[0], outs[2]) < 0.05  # its linear of torch computes in float32
+
+
+@on_two
+def test_states_that_te_has_pickled(mesh, rank):
+    """Load where TE is told to, with histories of another length too; and TE loads none by default."""
+    from transformer_engine.common.recipe import DelayedScaling
+
+    for kind in KINDS:
+        reset()
+        plain = make(kind)
+        plain.__dict__["activation_dtype"] = torch.bfloat16
+        with in_region(DelayedScaling(amax_history_len=6), dist.group.WORLD):
+            y = call(plain, kind, batch_of(rank))
+        y.float().square().mean().backward()
+        reset()
+        recipe = recipe_of("delayed")
+        module = make(kind, recipe)
+        parallelize_module(module, mesh, GTPStyle(CONFIG))
+        state = plain.get_extra_state()
+        with pytest.raises(RuntimeError, match="NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"):
+            module.set_extra_state(state)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
+            module.set_extra_state(state)
+        for way in ("scaling_fwd", "scaling_bwd"):
+            mine, theirs = (one.fp8_meta[way] for one in (module, plain))
+            assert torch.equal(mine.scale, theirs.scale) and mine.scale.max() > 1
+            assert torch.equal(mine.amax_history, theirs.amax_history) and len(mine.amax_history) == 6
+        with in_region(recipe, dist.group.WORLD):
+            call(module, kind, batch_of(rank, 1)).float().square().mean().backward()
+        assert len(module.fp8_meta["scaling_fwd"].amax_history) == 4 and stats(module).live_lease_bytes == 0

@@ -71,9 +71,20 @@ class Positions:
 class Run:
     """What torchtitan's trainer has, as small as can be."""
 
-    def __init__(self, folder: Path, *, seed=0, loader=None, size=3, manager=GTPCheckpointManager, **settings) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seed=0,
+        loader=None,
+        size=3,
+        manager=GTPCheckpointManager,
+        model=None,
+        sd_adapter=None,
+        **settings,
+    ) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(4, size), nn.Linear(size, 2))
+        self.model = model or nn.Sequential(nn.Linear(4, size), nn.Linear(size, 2))
         self.optimizers = build_optimizers([self.model], Optimizer(implementation="for-loop", lr=0.1), None)
         self.schedulers = build_lr_schedulers(self.optimizers, LRScheduler(warmup_steps=5), 10)
         self.loader = ParallelAwareDataloader(Tokens(), 0, 1, batch_size=1) if loader is None else loader
@@ -86,7 +97,7 @@ class Run:
             lr_schedulers=self.schedulers,
             states={"train_state": self},
             checkpoint_config=Checkpoint(**{"enable": True, "interval": 1, "last_save_model_only": False} | settings),
-            sd_adapter=None,
+            sd_adapter=sd_adapter,
             base_folder=str(folder),
             **ours,
         )

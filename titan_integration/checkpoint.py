@@ -7,6 +7,7 @@ The files are torchtitan's. What differs from torchtitan 0.2.2:
 * A save into a folder that exists takes the old checkpoint away first, so that a killed save does not look whole.
 * `keep_latest_k` counts whole checkpoints, so that what it leaves can be resumed from.
 * Saving disturbs nothing, also before the first optimizer step; closing waits for an asynchronous save.
+* Extra states of modules, such as scales of TransformerEngine's, are those of the step that is saved.
 * What cannot work is refused at set-up, and not at the end of the training.
 """
 
@@ -39,7 +40,7 @@ from torchtitan.components.checkpoint import (
 from torchtitan.tools.logging import logger
 
 from gtp_dtensor import CheckedFileSystemReader, CheckedLoadPlanner
-from titan_integration.hugging_face import GatheringAdapter, check_names
+from titan_integration.hugging_face import GatheringAdapter, check_names, is_extra_state
 from titan_integration.optimizer import initialize_state
 from titan_integration.rank_zero import run_on_rank_zero
 
@@ -200,10 +201,20 @@ class GTPCheckpointManager(CheckpointManager):
                 self.stager = None
         super().save(curr_step, last_step)
 
-    def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args, **kwargs) -> Any:
+    def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args, to_hf: bool = False, **kwargs) -> Any:
         """torchtitan's, into a folder that is new."""
         run_on_rank_zero(lambda: _remove(checkpoint_id))
-        return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+        state_dict = _weights(state_dict) if to_hf else self._with_extra_state(state_dict)
+        return super().dcp_save(state_dict, checkpoint_id, *args, to_hf=to_hf, **kwargs)
+
+    def _with_extra_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """With extra states of modules as they are now. They are copies, and torchtitan keeps those of before the first
+        step; in an export it converts their bytes to the weights' dtype."""
+        keys = list(filter(is_extra_state, state_dict))
+        if not keys:
+            return state_dict
+        now = self.states[MODEL]._get_state_dict()
+        return state_dict | {key: now[key] for key in keys}
 
     def _purge_stale_checkpoints(self) -> None:
         """Keeps the newest k of the whole checkpoints until now and of the one that is being saved.
@@ -283,7 +294,7 @@ class GTPCheckpointManager(CheckpointManager):
     def _load_hf(self, state_dict: dict[str, Any], folder: str, from_quantized: bool) -> None:
         adapter = self.sd_adapter
         convert = adapter.template if isinstance(adapter, GatheringAdapter) else adapter.to_hf
-        hf_state_dict = convert(state_dict)
+        hf_state_dict = convert(_weights(state_dict))
         reader = adapter.get_hf_storage_reader(folder, from_quantized)
         # Such files may have more than the model: tables of rotary embeddings, heads that predict further tokens.
         dcp.load(hf_state_dict, storage_reader=reader, planner=CheckedLoadPlanner(strict=False, casts=True))
@@ -332,6 +343,10 @@ class GTPCheckpointManager(CheckpointManager):
             f"the last checkpoint such a one): {steps}name what it lacks in checkpoint.exclude_from_loading, or start "
             "another run from it, with its path in checkpoint.initial_load_path"
         )
+
+
+def _weights(state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state_dict.items() if not is_extra_state(key)}
 
 
 def _remove(checkpoint_id: str) -> None:

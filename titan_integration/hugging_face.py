@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torchtitan.models.utils import MoEStateDictAdapter
 from torchtitan.protocols import BaseStateDictAdapter
 
@@ -35,6 +36,11 @@ class _Part:
 
     layouts: dict[str, tuple[DeviceMesh, tuple[Placement, ...]] | None]
     names: list[str]
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether this entry of a state dict is what a module has besides weights, which that format does not hold."""
+    return name.endswith(_EXTRA_STATE_KEY_SUFFIX)
 
 
 def _parts(adapter: BaseStateDictAdapter, names: Iterable[str]) -> list[list[str]]:
@@ -150,7 +156,8 @@ def check_names(adapter: BaseStateDictAdapter | None, model_parts: list[nn.Modul
     keys = "checkpoint.last_save_in_hf, checkpoint.initial_load_in_hf"
     if adapter is None:
         raise ValueError(f"{keys}: torchtitan has no adapter for this model; set them to false")
-    weights = {name: value for part in model_parts for name, value in get_model_state_dict(part).items()}
+    states = (get_model_state_dict(part) for part in model_parts)
+    weights = {name: value for state in states for name, value in state.items() if not is_extra_state(name)}
     found: set[str] = set()
     for names in _parts(adapter, weights):
         try:

@@ -31,7 +31,7 @@ from titan_integration.experts import (
 from titan_integration.families import Family
 from titan_integration.float8 import prepare_float8
 from titan_integration.settings import check_gtp_job, gtp_config
-from titan_integration.transformer_engine import finish_region, use_te_linears
+from titan_integration.transformer_engine import checkpoint_blocks, finish_region, use_te_linears
 
 
 def _sum_fsdp_gradients_on_gloo(model: nn.Module) -> None:
@@ -160,8 +160,8 @@ def parallelize(family: Family, model: nn.Module, parallel_dims, job_config) -> 
     if parallel_dims.tp_enabled:
         cuts_experts = parallel_dims.ep == 1 or parallel_dims.etp_enabled
         check_tensor_parallel(model, parallel_dims.tp, job_config.training.seq_len, cuts_experts)
-    region = use_te_linears(model, job_config, is_sharded=parallel_dims.gtp_enabled)
     if not parallel_dims.gtp_enabled:
+        use_te_linears(model, job_config, is_sharded=False)
         return _parallelize_as_titan(family, model, parallel_dims, job_config)
     check_gtp_job(job_config)
     check_experts(job_config, family.num_experts(job_config.model.flavor))
@@ -177,6 +177,7 @@ def parallelize(family: Family, model: nn.Module, parallel_dims, job_config) -> 
         )
         if device_type == "cpu" and family.attention_on_dtensors:
             _attention_on_local_tensors(model, parallel_dims.get_mesh("tp"))
+    region = use_te_linears(model, job_config, is_sharded=True)
     if moe_layers(model) and (parallel_dims.tp_enabled or parallel_dims.ep_enabled):
         apply_expert_and_tensor_parallel(model, parallel_dims)
     if parallel_dims.cp_enabled:
@@ -187,6 +188,8 @@ def parallelize(family: Family, model: nn.Module, parallel_dims, job_config) -> 
     compiles = compiles_model(job_config)
     if compiles and is_by_operator(job_config.activation_checkpoint):
         checkpoint_by_operator(model, job_config.activation_checkpoint, family.infra._op_sac_save_list)
+    elif region is not None and region.is_delayed and job_config.activation_checkpoint.mode == "full":
+        checkpoint_blocks(model)
     elif job_config.activation_checkpoint.mode != "none":
         apply_ac(
             model,

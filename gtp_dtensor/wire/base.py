@@ -47,15 +47,19 @@ class WireFormat(ABC):
         name: what users call it.
         column_block: a block's length along columns; columns of a matrix have to be a multiple of it.
         row_block: compute shards are cut at multiples of so many rows.
+        fills_rows: whether the last of these blocks may be filled up with zeros; else they have to divide the rows.
         amaxes: what :meth:`quantize` is told, in this order; MATRIX is always among them, and finds values that are
             not finite.
         has_columns: whether View.COLUMNS is made and travels.
+        spans_tp: whether MATRIX is of the logical matrix; else of this rank's tensor-parallel slice of it.
     """
 
     name: str
     column_block = 1
     row_block = 1
+    fills_rows = True
     has_columns = False
+    spans_tp = True
     amaxes: tuple[Amax, ...] = (Amax.MATRIX,)
 
     def view_of(self, kind: Kind) -> View:

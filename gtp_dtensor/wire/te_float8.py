@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from transformer_engine.pytorch import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
@@ -51,10 +52,16 @@ def wire_for(module: nn.Module) -> WireFormat:
         from .te_mx import MXScaling
 
         return MXScaling(quantizers[0])
-    one_dim = ", with blocks along one dim," if kind is Float8BlockQuantizer else ""
+    how = "with blocks along one dim" if kind is Float8BlockQuantizer else None
+    if kind.__name__ == "NVFP4Quantizer":
+        from .te_nvfp4 import NVScaling, unserved
+
+        how = unserved(quantizers[0])
+        if how is None:
+            return NVScaling()
     raise ValueError(
         f"{type(module).__name__} with {module.num_gemms if hasattr(module, 'num_gemms') else 1} weights made in FP8 by "
-        f"TransformerEngine's {kind.__name__}{one_dim}: such weights do not travel quantized; use wire_format='bf16' (or "
+        f"TransformerEngine's {kind.__name__}{'' if how is None else f', {how}'}: such weights do not travel quantized; use wire_format='bf16' (or "
         "wire_format_overrides), and TE quantizes them where they are used"
     )
 
@@ -74,10 +81,22 @@ def quantized_for_backward(weight: torch.Tensor, quantizer: object, scale: torch
     return quantizer(weight)
 
 
+def padded_to_tiles(scales: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
+    """``scales`` of a matrix with zeros behind them, up to whole tiles."""
+    missing = [-size % length for size, length in zip(scales.shape, tile)]
+    return F.pad(scales, (0, missing[1], 0, missing[0]))
+
+
 class TEFormat(WireFormat):
-    """What TE's GEMMs read as ``tensor_class``, made by quantizers of ``quantizer_class``."""
+    """What TE's GEMMs read as ``tensor_class``, made by quantizers of ``quantizer_class``.
+
+    Under TE's own tensor parallelism each slice is quantized by itself, as TE does that: a run with GTP is then, bit for
+    bit, TE's run at the same tp without. One scale for all slices would not make it the run at tp 1, since TE scales
+    slices of inputs and gradients by themselves too. (What is stored, in high precision, does not depend on tp.)
+    """
 
     column_block = _COLUMNS
+    spans_tp = False
     quantizer_class: type
 
     def tensors(self, lease: Lease, quantizers: list, dtype: torch.dtype, is_backward: bool) -> Iterable[torch.Tensor]:
@@ -143,7 +162,8 @@ class _ScaledFloat8(TEFormat):
 
 class DelayedScaling(_ScaledFloat8):
     """With the scale of the module's quantizer at the time of quantization: kept until the weight is written, like the
-    weight of an unsharded module that is stored in FP8. The whole weight's largest value enters the amax history then."""
+    weight of an unsharded module that is stored in FP8. The weight's largest value enters the amax history then, where TE
+    takes the maximum over the amax group, tensor-parallel ranks among it, at the end of its region."""
 
     quantizer_class = Float8Quantizer
 

@@ -7,11 +7,10 @@ Blackwell's.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from transformer_engine.pytorch import MXFP8Quantizer, MXFP8Tensor
 
 from .base import Parts, View, resized
-from .te_float8 import TEFormat
+from .te_float8 import TEFormat, padded_to_tiles
 
 _BLOCK = 32
 _BIAS = 127  # of the exponent that a scale's byte is
@@ -33,6 +32,7 @@ class MXScaling(TEFormat):
     name = "mxfp8"
     column_block = row_block = _BLOCK
     has_columns = True
+    fills_rows = False
     quantizer_class = MXFP8Quantizer
 
     def __init__(self, quantizer: MXFP8Quantizer) -> None:
@@ -66,9 +66,7 @@ class MXScaling(TEFormat):
 
     def _tensor(self, view, index, parts, shard, quantizer, dtype) -> torch.Tensor:
         codes, scales = parts
-        tiles = _TILES[view]
-        missing = [-size % tile for size, tile in zip(scales.shape, tiles)]
-        scales = F.pad(scales, (0, missing[1], 0, missing[0]))
+        scales = padded_to_tiles(scales, _TILES[view])
         is_rows = view is View.ROWS
         quantizer.set_usage(rowwise=is_rows, columnwise=not is_rows)
         return MXFP8Tensor(
