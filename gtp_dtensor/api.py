@@ -88,6 +88,8 @@ class GTPStats:
         num_forward_gathers: gathers issued for forward uses (training and inference).
         num_recompute_gathers: gathers issued for forwards re-run by activation checkpointing.
         num_backward_gathers: gathers issued for gradients of inputs.
+        num_kept_at_turn: gathers that were not: the weight that a forward ends with stays for the backward that begins with
+            it.
         num_prefetch_hits: uses whose gather had been issued ahead.
         num_on_demand_gathers: gathers issued at the use itself.
         num_mispredictions: uses other than the one that the schedule expected.
@@ -113,6 +115,7 @@ class GTPStats:
     num_forward_gathers: int = 0
     num_recompute_gathers: int = 0
     num_backward_gathers: int = 0
+    num_kept_at_turn: int = 0
     num_prefetch_hits: int = 0
     num_on_demand_gathers: int = 0
     num_mispredictions: int = 0

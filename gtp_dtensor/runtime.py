@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .checks import check_peers
 from .config import GTPConfig
 from .domain import Domain
 from .look_ahead import LookAhead, UseTimer
@@ -297,10 +298,12 @@ class Runtime:
             lease.wait()
         if timer is not None:
             timer.ready()
-        if may_keep and (
-            kind is _RECOMPUTE and self._has_room_to_keep(weight) or kind is _FORWARD and self._turns_at(weight)
-        ):
-            self._keep(weight, lease)
+        if may_keep:
+            if kind is _RECOMPUTE and self._has_room_to_keep(weight):
+                self._keep(weight, lease)
+            elif kind is _FORWARD and self._turns_at(weight):
+                weight.counters.num_kept_at_turn += 1
+                self._keep(weight, lease)
         # Elsewhere a module was called by itself: what comes next is up to the user's code.
         if looks_ahead and self.config.weight_prefetch:
             self._prefetch(weight, kind)
@@ -331,7 +334,7 @@ class Runtime:
             self.refresh_copies()
         if self.config.check_param_states:
             weight.check_copy()
-            self._check_peers([weight], kind.name.lower() + " use")
+            check_peers(self, [weight], kind.name.lower() + " use")
         counters = weight.counters
         if kind is _BACKWARD:
             counters.num_backward_gathers += 1
@@ -340,31 +343,6 @@ class Runtime:
         else:
             counters.num_forward_gathers += 1
         return weight.gather(kind, prefetched)
-
-    def _check_peers(self, members: list[ShardedWeight] | list[SmallParam], what: str) -> None:
-        """Debug check (``check_param_states``): every rank of the axis is about to communicate the same thing.
-
-        Raises:
-            RuntimeError: they differ; on every rank, with the FQNs of both sides where this rank knows them.
-        """
-        names = {member.serial: member.fqn for member in (*self.live_weights(), *self.live_smalls())}
-        with plain_ops():
-            everyones = self.transport.exchange([member.serial for member in members] or [-1])
-        mine = everyones[self.transport.rank]
-        for rank, theirs in enumerate(everyones):
-            if theirs != mine:
-                mine_named, theirs_named = (
-                    [names.get(serial, f"#{serial}") for serial in one] for one in (mine, theirs)
-                )
-                raise RuntimeError(
-                    f"ranks of the gtp axis use different weights: {what} of {mine_named} on rank {self.transport.rank} of "
-                    f"the axis, of {theirs_named} on rank {rank}; all of them must run the same modules in the same order"
-                )
-
-    def check_small_peers(self, smalls: list[SmallParam]) -> None:
-        """As :meth:`_check_peers`, for the coalesced gradients of whole parameters."""
-        if self.config.check_param_states:
-            self._check_peers(smalls, "gradients")
 
     def refresh_copies(self) -> None:
         """Rewrite every compute shard that is out of date: all in one foreach copy; where parameters are cut over

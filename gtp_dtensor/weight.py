@@ -66,6 +66,7 @@ class WeightCounters:
     num_forward_gathers: int = 0
     num_recompute_gathers: int = 0
     num_backward_gathers: int = 0
+    num_kept_at_turn: int = 0
     num_prefetch_hits: int = 0
     num_on_demand_gathers: int = 0
     num_reductions: int = 0
