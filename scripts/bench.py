@@ -11,9 +11,11 @@ Peers: no sharding, FSDP2 with one group a block, FSDP2 with one group a linear.
 that mode tells host time, memory and the schedule, not communication (what is gathered are random numbers, for GEMMs
 run faster on zeros); ranks that share a GPU tell correctness and host time.
 
+Behind a contestant's name, each after a "+", may stand what it does otherwise: "compiled" (each block, for each size
+anew; "graphs" and "breaks" are what dynamo counted), and for gtp a transport or a wire format: "gtp+symmetric+fp8".
+
 "step" is the time of forward and backward with the device waited for; "host" is the time until both are enqueued, at a
-size so small that the device never makes the host wait; both are medians. A name with "_compiled" behind it means that
-each block is compiled, for each size anew; "graphs" and "breaks" are what dynamo counted. "us/use" is what a use of a weight costs the
+size so small that the device never makes the host wait; both are medians. "us/use" is what a use of a weight costs the
 host: (host - host of no sharding) / (gathers of the step), where steps of both are taken in turns, since the speed of a
 host changes from second to second.
 """
@@ -44,9 +46,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from gtp_dtensor import GTPConfig, GTPStyle, reset_stats, stats
+from gtp_dtensor.config import WIRE_FORMATS
 
 CONTESTANTS = ("none", "fsdp_block", "fsdp_linear", "gtp")
-COMPILED = "_compiled"  # after a contestant's name: each of its blocks compiled, one compilation for each size
+COMPILED = "compiled"
+TRANSPORTS = ("collective", "symmetric")
 
 
 class Block(nn.Module):
@@ -98,7 +102,8 @@ def build(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: t
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Stack(args)
-    compiled, contestant = contestant.endswith(COMPILED), contestant.removesuffix(COMPILED)
+    contestant, *features = contestant.split("+")
+    compiled = COMPILED in features
     if compiled and contestant != "gtp":
         compile_blocks(model)  # before FSDP2: its hooks stand outside
     if contestant == "gtp":
@@ -106,7 +111,8 @@ def build(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: t
             param_dtype=torch.bfloat16,
             reduce_dtype=torch.float32,
             look_ahead=args.look_ahead,
-            transport=args.transport,
+            transport=next((name for name in features if name in TRANSPORTS), args.transport),
+            wire_format=next((name for name in features if name in WIRE_FORMATS), "auto"),
             calculate_per_token_loss=True,
         )
         parallelize_module(model, mesh, GTPStyle(config), src_data_rank=None)
@@ -241,10 +247,10 @@ def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: tor
                 None if contestant == "none" else added_s * 1e6 / num_uses,
             )
         )
-        if contestant.endswith(COMPILED):
+        if COMPILED in contestant:
             rows[-1].num_graphs = counters["stats"]["unique_graphs"]
             rows[-1].num_graph_breaks = sum(counters["graph_break"].values())
-    if args.trace is not None and contestant.removesuffix(COMPILED) == "gtp":
+    if args.trace is not None and contestant.startswith("gtp"):
         write_trace(model, args, device)
     del model
     collect_garbage(device)
@@ -333,10 +339,9 @@ def start(args: argparse.Namespace) -> torch.device:
         torch.cuda.set_device(device)
     if args.mode == "fake":
         args.fake_world = FakeWorld(args.world)
-        if args.transport == "symmetric":
-            if not on_gpu:
-                raise SystemExit("bench.py: --mode fake --transport symmetric needs a GPU; torch finds none")
-            use_fake_peers(args.fake_world)
+        if "symmetric" in (args.transport, *"+".join(args.contestants).split("+")) and not on_gpu:
+            raise SystemExit("bench.py: --mode fake with transport symmetric needs a GPU; torch finds none")
+        use_fake_peers(args.fake_world)
     else:
         dist.init_process_group("nccl" if on_gpu else "gloo")
     return device
@@ -346,23 +351,29 @@ def add_model_options(parser: argparse.ArgumentParser, **sizes: int) -> None:
     """What ``build`` reads, with these defaults."""
     for name, default in {"layers": 12, **sizes, "look_ahead": 1}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--transport", choices=("auto", "collective", "symmetric"), default="auto", help="of gtp")
+    parser.add_argument("--transport", choices=("auto", *TRANSPORTS), default="auto", help="of gtp")
 
 
-def add_contestants_option(parser: argparse.ArgumentParser, default: Sequence[str], more: Sequence[str] = ()) -> None:
-    """A comma-separated list of these names."""
-    known = [*default, *more]
+def add_contestants_option(
+    parser: argparse.ArgumentParser, names: Sequence[str], features: dict[str, Sequence[str]] | None = None
+) -> None:
+    """A comma-separated list of these names, by default all; with features that each may have behind a "+"."""
 
     def parse(text: str) -> list[str]:
         chosen = text.split(",")
-        unknown = sorted(set(chosen) - set(known))
-        if unknown:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose from {', '.join(known)}")
+        for contestant in chosen:
+            name, *its_features = contestant.split("+")
+            if name not in names:
+                raise argparse.ArgumentTypeError(f"{name}: choose from {', '.join(names)}")
+            known = (features or {}).get(name, ())
+            unknown = sorted(set(its_features) - set(known))
+            if unknown:
+                raise argparse.ArgumentTypeError(
+                    f"{contestant}: what may follow {name} is {', '.join(known) or 'nothing'}"
+                )
         return chosen
 
-    parser.add_argument(
-        "--contestants", type=parse, default=list(default), help=f"of {', '.join(known)} (default: {','.join(default)})"
-    )
+    parser.add_argument("--contestants", type=parse, default=list(names), help=f"of {', '.join(names)} (default: all)")
 
 
 def parse_args() -> argparse.Namespace:
@@ -370,12 +381,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--mode", choices=("fake", "shared", "real", "cpu"), default="fake")
     parser.add_argument("--world", type=int, default=64, help="ranks of the fake world")
     add_model_options(parser, dim=4096, ffn=14336, heads=32, kv_heads=8)
-    parser.add_argument("--tokens", type=lambda s: [int(t) for t in s.split(",")], default=[1024, 2048, 4096])
+    parser.add_argument(
+        "--tokens", type=lambda s: [int(t) for t in s.split(",")], default=[512, 1024, 2048, 4096, 8192]
+    )
     parser.add_argument("--host-tokens", type=int, default=16, help="size at which host time is measured")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--host-steps", type=int, default=40, help="steps of which host time is the median")
     parser.add_argument("--warmup", type=int, default=3)
-    add_contestants_option(parser, CONTESTANTS, [name + COMPILED for name in CONTESTANTS])
+    features = {name: [COMPILED] for name in CONTESTANTS}
+    features["gtp"] += [*TRANSPORTS, *WIRE_FORMATS]
+    add_contestants_option(parser, CONTESTANTS, features)
     parser.add_argument("--out", type=Path, default=None, help="folder for bench.json and bench.png")
     parser.add_argument(
         "--trace", type=Path, default=None, help="file for a profiler trace of three steps of gtp (rank 0)"

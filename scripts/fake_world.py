@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gtp_dtensor.domain
-from gtp_dtensor.transport import cuda
+from gtp_dtensor.transport import CollectiveTransport, choose_transport, cuda
 from gtp_dtensor.transport.fabric import Address
 from gtp_dtensor.transport.symmetric import PeerReads, SymmetricTransport
 
@@ -22,7 +22,8 @@ class FakeWorld:
     """The process group of rank 0 of ``world`` ranks, whose collectives leave their outputs as they are."""
 
     def __init__(self, world: int) -> None:
-        self._random: torch.Tensor | None = None
+        self._numbers: dict[torch.dtype, torch.Tensor] = {}  # that are gathered
+        self._scales: torch.Tensor | None = None
         dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
         # torch's fake group handles a buffer as one tensor a rank, 64 views and copies that a real group does not make.
         gather, reduce = (
@@ -30,28 +31,44 @@ class FakeWorld:
             for names in (("_allgather_base", "all_gather_single"), ("_reduce_scatter_base", "reduce_scatter_single"))
         )
         setattr(dist.ProcessGroup, gather, lambda group, *arguments: self._all_gather(group, *arguments))
+        dist.ProcessGroup.allgather_into_tensor_coalesced = lambda group, *arguments: self._all_gather_parts(
+            group, *arguments
+        )
         setattr(dist.ProcessGroup, reduce, lambda group, output, input, *options: group.barrier())
 
     def _all_gather(self, group: dist.ProcessGroup, output: torch.Tensor, input: torch.Tensor, *options) -> dist.Work:
         self.fill(output)
         return group.barrier()
 
-    def fill(self, output: torch.Tensor) -> None:
-        """Inside of :meth:`random_gathers`: other memory for ``output``, its own stays allocated as long as it lives."""
-        if self._random is not None:
+    def _all_gather_parts(
+        self, group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options
+    ) -> dist.Work:
+        self.fill(*outputs)
+        return group.barrier()
+
+    def fill(self, *outputs: torch.Tensor) -> None:
+        """Inside of :meth:`random_gathers`: other memory for what one gather brings, whose own stays allocated as long as
+        it lives."""
+        if not self._numbers:
+            return
+        for place, output in enumerate(outputs):
             output.memory_of_its_own = output.detach()
-            numbers = self._random.view(output.dtype)
+            numbers = self._scales if place else self._numbers[output.dtype]
             output.set_(numbers.untyped_storage(), 0, output.shape, output.stride())
 
     @contextlib.contextmanager
     def random_gathers(self, num_bytes: int, device: torch.device) -> Iterator[None]:
         """What is gathered are random numbers, at most ``num_bytes`` of them: whatever lay in a buffer, zeros or NaN,
         would let GEMMs run at another speed."""
-        self._random = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=device).normal_(std=0.02)
+        numbers = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=device).normal_(std=0.02)
+        codes = (50 * numbers).to(torch.float8_e4m3fn).view(torch.uint8)
+        self._numbers = {torch.bfloat16: numbers, torch.uint8: codes}
+        # A number in the middle of the range of each kind of scale.
+        self._scales = torch.full_like(codes, 0x3C)
         try:
             yield
         finally:
-            self._random = None
+            self._numbers, self._scales = {}, None
 
 
 class FakePeers(cuda.CudaFabric):
@@ -79,11 +96,12 @@ def use_fake_peers(world: FakeWorld) -> None:
     class Transport(SymmetricTransport):
         def _gather(self, buffers: tuple[torch.Tensor, ...], parts: tuple[torch.Tensor, ...], dim: int) -> PeerReads:
             reads = super()._gather(buffers, parts, dim)
-            for buffer in buffers:
-                world.fill(buffer)
+            world.fill(*buffers)
             return reads
 
-    def choose(requested: str, mesh: DeviceMesh, device: torch.device, name: str) -> SymmetricTransport:
+    def choose(requested: str, mesh: DeviceMesh, device: torch.device, name: str) -> CollectiveTransport:
+        if requested != "symmetric":
+            return choose_transport(requested, mesh, device, name)
         return Transport(mesh.get_group(), device, name, FakePeers(device))
 
     gtp_dtensor.domain.choose_transport = choose
