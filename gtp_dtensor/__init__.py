@@ -12,11 +12,13 @@ from .api import (
     schedule_table,
     set_requires_gradient_sync,
     stats,
+    time_next_step,
 )
 from .checkpoint import CheckedFileSystemReader, CheckedLoadPlanner
 from .config import GTPConfig
 from .experts import grouped_linear
 from .init import logical_init
+from .memory import GTPMemory, MemoryRow, memory_table
 from .optim import Muon, clip_grad_norm_, count_zero_grads, muon_param_groups
 from .style import GTPStyle, parallelize_module
 
@@ -24,8 +26,10 @@ __all__ = [
     "CheckedFileSystemReader",
     "CheckedLoadPlanner",
     "GTPConfig",
+    "GTPMemory",
     "GTPStats",
     "GTPStyle",
+    "MemoryRow",
     "Muon",
     "ScheduleRow",
     "ScheduleTable",
@@ -35,6 +39,7 @@ __all__ = [
     "grouped_linear",
     "logical_init",
     "materialized",
+    "memory_table",
     "muon_param_groups",
     "parallelize_module",
     "process_groups",
@@ -43,4 +48,5 @@ __all__ = [
     "schedule_table",
     "set_requires_gradient_sync",
     "stats",
+    "time_next_step",
 ]

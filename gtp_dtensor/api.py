@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -88,6 +88,8 @@ class GTPStats:
         num_forward_gathers: gathers issued for forward uses (training and inference).
         num_recompute_gathers: gathers issued for forwards re-run by activation checkpointing.
         num_backward_gathers: gathers issued for gradients of inputs.
+        num_kept_at_turn: gathers that were not: the weight that a forward ends with stays for the backward that begins with
+            it.
         num_prefetch_hits: uses whose gather had been issued ahead.
         num_on_demand_gathers: gathers issued at the use itself.
         num_mispredictions: uses other than the one that the schedule expected.
@@ -113,6 +115,7 @@ class GTPStats:
     num_forward_gathers: int = 0
     num_recompute_gathers: int = 0
     num_backward_gathers: int = 0
+    num_kept_at_turn: int = 0
     num_prefetch_hits: int = 0
     num_on_demand_gathers: int = 0
     num_mispredictions: int = 0
@@ -162,7 +165,9 @@ class ScheduleRow:
     """One use of one weight in the learned schedule.
 
     ``issued_at``: the position at whose use the gather is issued; its own position: on demand; None: no gather, the
-    weight is still there from its recompute.
+    weight is still there from its recompute, or from the forward's end. Microseconds of the device, None where no step was timed (see
+    :func:`time_next_step`): ``waits_us``, for the weight, which is exposed communication; ``computes_us``, from there to
+    the next use.
     """
 
     position: int
@@ -171,6 +176,8 @@ class ScheduleRow:
     format: str
     num_bytes: int
     issued_at: int | None
+    waits_us: float | None = None
+    computes_us: float | None = None
 
 
 class ScheduleTable(list[ScheduleRow]):
@@ -181,12 +188,16 @@ class ScheduleTable(list[ScheduleRow]):
             return "(no schedule recorded yet)"
         width = max(len(row.weight) for row in self)
         lines = [f"{'pos':>5}  {'kind':<9}  {'weight':<{width}}  {'format':<8}  {'bytes':>12}  issued at"]
+        is_timed = any(row.waits_us is not None for row in self)
+        lines[0] += "  waits (us)  computes (us)" * is_timed
         for row in self:
             issued = "kept" if row.issued_at is None else str(row.issued_at)
             lines.append(
-                f"{row.position:>5}  {row.kind:<9}  {row.weight:<{width}}  {row.format:<8}  {row.num_bytes:>12,}  {issued}"
+                f"{row.position:>5}  {row.kind:<9}  {row.weight:<{width}}  {row.format:<8}  {row.num_bytes:>12,}  {issued:<9}"
             )
-        return "\n".join(lines)
+            if row.waits_us is not None:
+                lines[-1] += f"  {row.waits_us:>10.1f}  {row.computes_us:>13.1f}"
+        return "\n".join(line.rstrip() for line in lines)
 
 
 def schedule_table(model: nn.Module) -> ScheduleTable:
@@ -196,25 +207,38 @@ def schedule_table(model: nn.Module) -> ScheduleTable:
     table = ScheduleTable()
     for runtime in model_runtimes(model):
         uses = runtime.schedule.period()
-        issued = _issue_positions(runtime, uses)
+        issued = issue_positions(runtime, uses)
+        timings = runtime.look_ahead.timings_of(uses)
         for position, use in enumerate(uses):
             weight: ShardedWeight | None = runtime.weights[use.weight]()
             if weight is None:
                 continue
             fqn = names.get(id(weight.param), weight.fqn)
             kind = use.kind.name.lower()
-            table.append(ScheduleRow(position, kind, fqn, weight.wire_name, weight.gathered_bytes, issued[position]))
+            row = ScheduleRow(position, kind, fqn, weight.wire_name, weight.gathered_bytes, issued[position])
+            if timings:
+                waits, computes = timings[position]
+                row = replace(row, waits_us=waits / 1e3, computes_us=computes / 1e3)
+            table.append(row)
     return table
 
 
-def _issue_positions(runtime: Runtime, uses: list[Use]) -> list[int | None]:
+def time_next_step(model: nn.Module) -> None:
+    """Take the times of the next whole step, from one optimizer step to the next, for :func:`schedule_table`. At its end
+    the host waits once for the device."""
+    for runtime in model_runtimes(model):
+        runtime.look_ahead.time_next_step()
+
+
+def issue_positions(runtime: Runtime, uses: list[Use]) -> list[int | None]:
     """At which use the gather for each use is issued, as the runtime does it; None where none is."""
     issued: list[int | None] = list(range(len(uses)))
-    for position in _kept_positions(uses):
+    for position in _kept_positions(runtime, uses):
         issued[position] = None
     if not runtime.config.weight_prefetch:
         return issued
     waiting: dict[int, int] = {}  # weight -> the use that its gather, issued ahead, is for
+    aheads = runtime.schedule.period_aheads()
     for now, use in enumerate(uses):
         waiting.pop(use.weight, None)
         is_backward = use.kind in IN_BACKWARD
@@ -223,7 +247,7 @@ def _issue_positions(runtime: Runtime, uses: list[Use]) -> list[int | None]:
             # The runtime sees the step before repeated: beyond the end it looks at the beginning.
             return uses[(after + ahead) % len(uses)] if ahead < len(uses) else None
 
-        distance = runtime.distance(use.weight, peek)
+        distance = runtime.distance(use.weight, peek, aheads[now])
         for position in range(now + 1, min(now + 1 + distance, len(uses))):
             coming = uses[position]
             if is_out_of_reach(coming, is_backward):
@@ -234,14 +258,21 @@ def _issue_positions(runtime: Runtime, uses: list[Use]) -> list[int | None]:
     return issued
 
 
-def _kept_positions(uses: list[Use]) -> set[int]:
-    """Backward uses that read what their recompute gathered. (What the byte budget refused cannot be told here.)"""
-    kept, waiting = set(), set()
+def _kept_positions(runtime: Runtime, uses: list[Use]) -> set[int]:
+    """Backward uses that read what their recompute gathered, or the forward that ends where the backward begins."""
+    kept, waiting, room = set(), {}, runtime.keep_limit()
     for position, use in enumerate(uses):
-        if use.kind is Kind.RECOMPUTE:
-            waiting.add(use.weight)
+        weight = runtime.weights[use.weight]()
+        if weight is None:
+            continue
+        if use.kind is Kind.FORWARD and not weight.has_view_for_backward:
+            if uses[position + 1 : position + 2] and uses[position + 1][:2] == (use.weight, Kind.BACKWARD):
+                waiting[use.weight] = weight.gathered_bytes
+        if use.kind is Kind.RECOMPUTE and use.weight not in waiting and not weight.has_view_for_backward:
+            if sum(waiting.values()) + weight.gathered_bytes <= room:
+                waiting[use.weight] = weight.gathered_bytes
         elif use.kind is Kind.BACKWARD and use.weight in waiting:
-            waiting.discard(use.weight)
+            del waiting[use.weight]
             kept.add(position)
     return kept
 

@@ -40,6 +40,9 @@ class GTPConfig:
             is in memory together with its own gradient. Modules of TransformerEngine, and those
             that gather around a forward of their own, keep the order that they have.
         look_ahead: how many uses before its own use a gather is issued.
+        look_ahead_bytes: instead, each gather is issued as early as it has to be to arrive in time, by times measured
+            once in a training step, while the gathered weights that wait for their uses stay within this many bytes on
+            this axis (the next one is always gathered). ``look_ahead`` holds until then. None: no plan.
         wire_format: how a shard travels: "bf16" ("as it is, in ``param_dtype``"), or quantized once an optimizer step
             and dequantized where it is used: "fp8" (e4m3, one scale for a matrix), "fp8_rowwise" (for a row), "fp8_block"
             (for 128 x 128), "mxfp8" (for 32), "nvfp4" (e2m1, for 16). Needs torchao. Embeddings and modules called
@@ -68,6 +71,7 @@ class GTPConfig:
     graph_wgrad_ring_size: int = 2
     wgrad_before_dgrad: bool = False
     look_ahead: int = 1
+    look_ahead_bytes: int | None = None
     wire_format: str = "auto"
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -83,7 +87,7 @@ class GTPConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"GTPConfig.{name}={value!r}: must be an integer of at least {least}")
-        for name, least in (("pad_for_alignment", 1), ("recompute_keep_bytes", 0)):
+        for name, least in (("pad_for_alignment", 1), ("look_ahead_bytes", 1), ("recompute_keep_bytes", 0)):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ValueError(f"GTPConfig.{name}={value!r}: must be None or an integer of at least {least}")

@@ -22,6 +22,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .accumulation import sums_here
+from .checks import check_peers
 from .layout import RowCut, new_dtensor, share_storage
 from .modes import is_plain, own_ops, plain_ops
 from .pending import Pending, PendingParts, PendingPush, PendingSum, Stage, scaled
@@ -331,7 +332,8 @@ class Reducer:
         """One all-reduce an axis for all of them (one a dtype); before it, one over tp for those that owe it."""
         entries = sorted(self.small_kept_back.items(), key=lambda item: (not item[1][1], item[0][0].serial))
         self.small_kept_back = {}
-        self._runtime.check_small_peers([small for (small, _), _ in entries])
+        if self._runtime.config.check_param_states:
+            check_peers(self._runtime, [small for (small, _), _ in entries], "gradients")
         groups: dict[tuple, list[tuple[SmallParam, nn.Parameter, torch.Tensor, bool]]] = {}
         for (small, param), (local, owes) in entries:
             key = (small.reduce_dtype, small.tp.mesh.get_group().group_name if owes else None)

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .checks import check_peers
 from .config import GTPConfig
 from .domain import Domain
+from .look_ahead import LookAhead, UseTimer
 from .modes import in_backward, plain_ops
 from .quantized import FiniteCheck, refresh_quantized
 from .reduce import Reducer
@@ -87,6 +89,8 @@ class Runtime:
         self._has_optimizer = False  # an optimizer stepped on our weights
         self._mispredictions_pruned = 0
         self._backwards: dict[int, weakref.ref[_BackwardEnd]] = {}
+        self.look_ahead = LookAhead(self)
+        self.timer: UseTimer | None = None  # while a step is timed
         watch_optimizers(self)
 
     def __deepcopy__(self, memo: dict) -> Runtime:
@@ -278,6 +282,9 @@ class Runtime:
         weight.notice_writes()
         if num_writes is not None and num_writes != weight.num_writes:
             weight.refuse_changed()
+        timer = self.timer
+        if timer is not None:
+            timer.arrive()
         looks_ahead = self._depth > 0 or kind in IN_BACKWARD
         if not looks_ahead:
             weight.distrust_copy()
@@ -287,10 +294,16 @@ class Runtime:
             weight.counters.num_on_demand_gathers += 1
         elif lease.prefetched:
             weight.counters.num_prefetch_hits += 1
-        if waits:
+        if waits or timer is not None:
             lease.wait()
-        if kind is _RECOMPUTE and may_keep and self._has_room_to_keep(weight):
-            self._keep(weight, lease)
+        if timer is not None:
+            timer.ready()
+        if may_keep:
+            if kind is _RECOMPUTE and self._has_room_to_keep(weight):
+                self._keep(weight, lease)
+            elif kind is _FORWARD and self._turns_at(weight):
+                weight.counters.num_kept_at_turn += 1
+                self._keep(weight, lease)
         # Elsewhere a module was called by itself: what comes next is up to the user's code.
         if looks_ahead and self.config.weight_prefetch:
             self._prefetch(weight, kind)
@@ -321,7 +334,7 @@ class Runtime:
             self.refresh_copies()
         if self.config.check_param_states:
             weight.check_copy()
-            self._check_peers([weight], kind.name.lower() + " use")
+            check_peers(self, [weight], kind.name.lower() + " use")
         counters = weight.counters
         if kind is _BACKWARD:
             counters.num_backward_gathers += 1
@@ -330,31 +343,6 @@ class Runtime:
         else:
             counters.num_forward_gathers += 1
         return weight.gather(kind, prefetched)
-
-    def _check_peers(self, members: list[ShardedWeight] | list[SmallParam], what: str) -> None:
-        """Debug check (``check_param_states``): every rank of the axis is about to communicate the same thing.
-
-        Raises:
-            RuntimeError: they differ; on every rank, with the FQNs of both sides where this rank knows them.
-        """
-        names = {member.serial: member.fqn for member in (*self.live_weights(), *self.live_smalls())}
-        with plain_ops():
-            everyones = self.transport.exchange([member.serial for member in members] or [-1])
-        mine = everyones[self.transport.rank]
-        for rank, theirs in enumerate(everyones):
-            if theirs != mine:
-                mine_named, theirs_named = (
-                    [names.get(serial, f"#{serial}") for serial in one] for one in (mine, theirs)
-                )
-                raise RuntimeError(
-                    f"ranks of the gtp axis use different weights: {what} of {mine_named} on rank {self.transport.rank} of "
-                    f"the axis, of {theirs_named} on rank {rank}; all of them must run the same modules in the same order"
-                )
-
-    def check_small_peers(self, smalls: list[SmallParam]) -> None:
-        """As :meth:`_check_peers`, for the coalesced gradients of whole parameters."""
-        if self.config.check_param_states:
-            self._check_peers(smalls, "gradients")
 
     def refresh_copies(self) -> None:
         """Rewrite every compute shard that is out of date: all in one foreach copy; where parameters are cut over
@@ -381,8 +369,11 @@ class Runtime:
         weight = self.weights[index]()
         return None if weight is None else weight.role
 
-    def distance(self, index: int, peek: Callable[[int], Use | None]) -> int:
-        """How many uses ahead gathers may be issued while weight ``index`` is used; ``peek`` tells these uses."""
+    def distance(self, index: int, peek: Callable[[int], Use | None], planned: int | None) -> int:
+        """How many uses ahead gathers may be issued while weight ``index`` is used; ``peek`` tells these uses,
+        ``planned`` is the plan for this one, if there is one."""
+        if planned is not None:
+            return planned
         if not self.domain.is_expert:
             return self.config.look_ahead
         # Each weight once in a pass; the search ends where the role occurs again, usually three uses ahead.
@@ -391,7 +382,7 @@ class Runtime:
 
     def _prefetch(self, used: ShardedWeight, current: Kind) -> None:
         is_backward = current in IN_BACKWARD
-        for use in self.schedule.coming(self.distance(used.index, self.schedule.peek)):
+        for use in self.schedule.coming(self.distance(used.index, self.schedule.peek, self.schedule.ahead)):
             if is_out_of_reach(use, is_backward):
                 return
             index, kind, _ = use
@@ -406,23 +397,40 @@ class Runtime:
 
     def _free_mispredicted(self, used: ShardedWeight) -> None:
         """After a misprediction: let go of gathers that neither this use nor the new prediction wants soon."""
-        coming = self.schedule.coming(self.distance(used.index, self.schedule.peek))
+        coming = self.schedule.coming(self.distance(used.index, self.schedule.peek, self.schedule.ahead))
         wanted = {used.index, *(use.weight for use in coming)}
         for weight in self.live_weights():
             if weight.next_lease is not None and weight.index not in wanted:
                 self.drop(weight.next_lease)
 
+    def _turns_at(self, weight: ShardedWeight) -> bool:
+        """Whether ``weight``, in use in a forward, is what the backward begins with: a second gather would lie beside it."""
+        coming = self.schedule.peek(0)
+        return (
+            coming is not None
+            and coming.weight == weight.index
+            and coming.kind is _BACKWARD
+            and weight.kept_lease is None
+            and not weight.has_view_for_backward
+        )
+
     def _has_room_to_keep(self, weight: ShardedWeight) -> bool:
-        if weight.quantized is not None and len(weight.quantized.wire.views) > 1:  # the backward reads another
+        if weight.has_view_for_backward:
             return False
         if weight.kept_lease is not None or weight.gathered_bytes == 0:
             return weight.kept_lease is None
+        kept_bytes = sum(runtime._kept_bytes for runtime in self._runtimes())
+        return kept_bytes + weight.gathered_bytes <= self.keep_limit()
+
+    def _runtimes(self) -> list[Runtime]:
+        """Of the model: experts and others share its budget."""
         root = self.root_state()
-        runtimes = [self] if root is None else root.runtimes  # experts and others share the model's budget
+        return [self] if root is None else root.runtimes
+
+    def keep_limit(self) -> int:
+        """How many bytes of the model's weights may stay from recomputes for backwards."""
         limit = self.config.recompute_keep_bytes
-        if limit is None:
-            limit = 8 * max(runtime._largest_bytes for runtime in runtimes)
-        return sum(runtime._kept_bytes for runtime in runtimes) + weight.gathered_bytes <= limit
+        return 8 * max(runtime._largest_bytes for runtime in self._runtimes()) if limit is None else limit
 
     def _keep(self, weight: ShardedWeight, lease: Lease) -> None:
         weight.kept_lease = lease
@@ -472,4 +480,5 @@ class Runtime:
             if weight.param.requires_grad or weight.param.grad is not None:
                 weight.mark_changed()
         self._has_optimizer = True
-        self.schedule.mark_step()
+        if self.schedule.mark_step():
+            self.look_ahead.after_step()

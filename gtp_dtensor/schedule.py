@@ -91,6 +91,7 @@ class Schedule:
         # the pointer needs them, so they lag behind the history until then.
         self._newest: dict[tuple[int, Kind], int] = {}
         self._previous: list[int | None] = []
+        self._aheads: list[int | None] | None = None  # planned, beside the history
         self._steps: deque[int] = deque(maxlen=2)  # history lengths at the last two optimizer steps
 
     def record(self, weight: int, kind: Kind, starts_pass: bool) -> bool:
@@ -101,12 +102,16 @@ class Schedule:
             if predicted[0] == weight and predicted[1] is kind:
                 self._pointer = pointer + 1
                 history.append(predicted if predicted[2] == starts_pass else Use(weight, kind, starts_pass))
+                if self._aheads is not None:
+                    self._aheads.append(self._aheads[pointer + 1])
                 if len(history) >= self._most:
                     self._forget_oldest()
                 return True
         self._index()
         self._pointer = self._best_match((weight, kind))
         history.append(Use(weight, kind, starts_pass))
+        if self._aheads is not None:
+            self._aheads.append(None if self._pointer is None else self._aheads[self._pointer])
         if len(history) >= self._most:
             self._forget_oldest()
         return pointer is None
@@ -125,22 +130,46 @@ class Schedule:
         first = self._pointer + 1
         return self._history[first : first + num]
 
-    def mark_step(self) -> None:
-        """An optimizer step happened here (only :meth:`period` makes use of it)."""
-        if not self._steps or self._steps[-1] != len(self._history):
-            self._steps.append(len(self._history))
+    def mark_step(self) -> bool:
+        """An optimizer step happened here. False where another one did already, since the last use."""
+        if self._steps and self._steps[-1] == len(self._history):
+            return False
+        self._steps.append(len(self._history))
+        return True
 
     def period(self) -> list[Use]:
         """The uses of the last whole period: between the last two optimizer steps, else what the pointer lags."""
+        return [self._history[place] for place in self._period()]
+
+    def _period(self) -> list[int]:
         if len(self._steps) == 2:
-            return self._history[self._steps[0] : self._steps[1]]
+            return list(range(*self._steps))
+        history = self._history
         if self._pointer is None:
-            return list(self._history)
-        last = self._history[self._pointer + 1 :]
+            return list(range(len(history)))
+        last = list(range(self._pointer + 1, len(history)))
         for i in range(len(last)):  # turned so that it begins with a forward that follows a backward
-            if last[i].kind not in IN_BACKWARD and last[i - 1].kind in IN_BACKWARD:
+            if history[last[i]].kind not in IN_BACKWARD and history[last[i - 1]].kind in IN_BACKWARD:
                 return last[i:] + last[:i]
         return last
+
+    # ---- planned look-ahead
+
+    def plan(self, aheads: list[int]) -> None:
+        """From now on, at each use of the last whole period, how many uses ahead gathers are issued; for as long as the
+        program repeats it."""
+        self._aheads = [None] * len(self._history)
+        for place, ahead in zip(self._period(), aheads, strict=True):
+            self._aheads[place] = ahead
+
+    @property
+    def ahead(self) -> int | None:
+        """The plan at the newest use, if there is one."""
+        return self._aheads[-1] if self._aheads else None
+
+    def period_aheads(self) -> list[int | None]:
+        """The plan at each use of :meth:`period`."""
+        return [None if self._aheads is None else self._aheads[place] for place in self._period()]
 
     def _index(self) -> None:
         """Bring the chains of occurrences up to date."""
@@ -177,6 +206,8 @@ class Schedule:
             return None if place is None or place < cut else place - cut
 
         del self._history[:cut], self._previous[:cut]
+        if self._aheads is not None:
+            del self._aheads[:cut]
         self._previous = [shifted(place) for place in self._previous]
         self._newest = {key: place - cut for key, place in self._newest.items() if place >= cut}
         self._pointer = shifted(self._pointer)

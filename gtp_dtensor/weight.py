@@ -66,6 +66,7 @@ class WeightCounters:
     num_forward_gathers: int = 0
     num_recompute_gathers: int = 0
     num_backward_gathers: int = 0
+    num_kept_at_turn: int = 0
     num_prefetch_hits: int = 0
     num_on_demand_gathers: int = 0
     num_reductions: int = 0
@@ -239,7 +240,7 @@ class ShardedWeight:
         self._piece: torch.Tensor | None = None  # what this replica contributes to it
         self._pieces: Transfer | None = None  # a gather of all replicas' pieces, in flight
         self._copy: torch.Tensor | None = None  # memory of the compute shard, where it is not the shard itself
-        self._is_placed = False  # the transport chose that memory
+        self.is_placed = False  # the transport chose the memory of what is sent
         # What this rank sends, (cut.padded, ...) in compute dtype: the shard, or its copy; None while it is out of
         # date.
         self.compute_shard: torch.Tensor | None = None
@@ -261,6 +262,11 @@ class ShardedWeight:
         if self.quantized is not None and self.runtime.transport.size > 1:
             return max(self.quantized.num_bytes(view) for view in self.quantized.wire.views)
         return 0 if self.runtime.transport.size == 1 else self.num_buffer_elements * self.compute_dtype.itemsize
+
+    @property
+    def has_view_for_backward(self) -> bool:
+        """Whether the gradient of the input reads another quantization than forwards do."""
+        return self.quantized is not None and len(self.quantized.wire.views) > 1
 
     @property
     def wire_name(self) -> str:
@@ -356,10 +362,11 @@ class ShardedWeight:
 
     def live_in(self, tensors: dict[tuple, torch.Tensor]) -> None:
         """From now on, compute shards are made in these zeros (see :meth:`sent_tensors`), which peers can reach."""
+        self.is_placed = True
         if self.quantized is not None:
             self.quantized.live_in(tensors)
         else:
-            self._copy, self._is_placed = tensors[()], True
+            self._copy = tensors[()]
 
     def refresh(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Set :attr:`compute_shard`. Returns the (destination, source) that the caller has to copy, or None where
@@ -371,7 +378,7 @@ class ShardedWeight:
         dtype = self.compute_dtype
         is_whole = self.replica_cut is None
         fits = is_whole and local.dtype == dtype and local.shape == self.send_shape and local.is_contiguous()
-        if fits and not self._is_placed:  # else peers may still read it while an optimizer writes
+        if fits and not self.is_placed:  # else peers may still read it while an optimizer writes
             self.compute_shard, self._copy = local, None
             return None
         self.await_pieces()

@@ -8,12 +8,14 @@
 
 The model is a stack of Llama blocks (default: 12 with the shape of Llama 3 8B), forward and backward, on random data.
 Peers: no sharding, FSDP2 with one group a block, FSDP2 with one group a linear. In the fake world no bytes move, so
-that mode tells host time, memory and the schedule, not communication; ranks that share a GPU tell correctness and host
-time.
+that mode tells host time, memory and the schedule, not communication (what is gathered are random numbers, for GEMMs
+run faster on zeros); ranks that share a GPU tell correctness and host time.
+
+Behind a contestant's name, each after a "+", may stand what it does otherwise: "compiled" (each block, for each size
+anew; "graphs" and "breaks" are what dynamo counted), and for gtp a transport or a wire format: "gtp+symmetric+fp8".
 
 "step" is the time of forward and backward with the device waited for; "host" is the time until both are enqueued, at a
-size so small that the device never makes the host wait; both are medians. A name with "_compiled" behind it means that
-each block is compiled, for each size anew; "graphs" and "breaks" are what dynamo counted. "us/use" is what a use of a weight costs the
+size so small that the device never makes the host wait; both are medians. "us/use" is what a use of a weight costs the
 host: (host - host of no sharding) / (gathers of the step), where steps of both are taken in turns, since the speed of a
 host changes from second to second.
 """
@@ -21,6 +23,7 @@ host changes from second to second.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -35,7 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from fake_peers import use_fake_peers
+from fake_world import FakeWorld, use_fake_peers
 from shared_gpu import share_gpu
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -43,9 +46,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from gtp_dtensor import GTPConfig, GTPStyle, reset_stats, stats
+from gtp_dtensor.config import WIRE_FORMATS
 
 CONTESTANTS = ("none", "fsdp_block", "fsdp_linear", "gtp")
-COMPILED = "_compiled"  # after a contestant's name: each of its blocks compiled, one compilation for each size
+COMPILED = "compiled"
+TRANSPORTS = ("collective", "symmetric")
 
 
 class Block(nn.Module):
@@ -97,7 +102,8 @@ def build(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: t
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Stack(args)
-    compiled, contestant = contestant.endswith(COMPILED), contestant.removesuffix(COMPILED)
+    contestant, *features = contestant.split("+")
+    compiled = COMPILED in features
     if compiled and contestant != "gtp":
         compile_blocks(model)  # before FSDP2: its hooks stand outside
     if contestant == "gtp":
@@ -105,7 +111,8 @@ def build(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: t
             param_dtype=torch.bfloat16,
             reduce_dtype=torch.float32,
             look_ahead=args.look_ahead,
-            transport=args.transport,
+            transport=next((name for name in features if name in TRANSPORTS), args.transport),
+            wire_format=next((name for name in features if name in WIRE_FORMATS), "auto"),
             calculate_per_token_loss=True,
         )
         parallelize_module(model, mesh, GTPStyle(config), src_data_rank=None)
@@ -150,8 +157,28 @@ class Row:
 def measure(model: nn.Module, tokens: int, args: argparse.Namespace, device: torch.device) -> float:
     """Median seconds of a step, the device waited for."""
     batch = random_batch(tokens, args, device)
-    steps = [one_step(model, *batch)[0] for _ in range(args.warmup + args.steps)]
+    with contextlib.ExitStack() as stack:
+        if args.mode == "fake" and device.type == "cuda":
+            of_a_block = sum(param.numel() for param in model.blocks[0].parameters())
+            stack.enter_context(args.fake_world.random_gathers(2 * of_a_block, device))
+        steps = [one_step(model, *batch)[0] for _ in range(args.warmup + args.steps)]
     return statistics.median(steps[args.warmup :])
+
+
+def measure_memory(
+    model: nn.Module, tokens: int, args: argparse.Namespace, device: torch.device
+) -> tuple[float, float]:
+    """Peak GiB of a step, after warm-up: (allocated, reserved by the caching allocator). Zeros on a CPU."""
+    if device.type != "cuda":
+        return 0.0, 0.0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    batch = random_batch(tokens, args, device)
+    for _ in range(args.warmup + 1):
+        one_step(model, *batch)
+    beyond = stats(model).symmetric_bytes  # of which the allocator does not know
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return tuple((peak + beyond) / 2**30 for peak in peaks)
 
 
 def random_batch(tokens: int, args: argparse.Namespace, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,9 +228,7 @@ def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: tor
     model = build(contestant, args, mesh, device)
     rows = []
     for tokens in args.tokens:
-        measure_memory = device.type == "cuda"
-        if measure_memory:
-            torch.cuda.reset_peak_memory_stats()
+        peaks = measure_memory(model, tokens, args, device)
         reset_stats(model)
         step_s = measure(model, tokens, args, device)
         gathers = stats(model)
@@ -217,16 +242,15 @@ def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: tor
                 tokens,
                 step_s * 1e3,
                 host_s * 1e3,
-                torch.cuda.max_memory_allocated() / 2**30 if measure_memory else 0.0,
-                torch.cuda.max_memory_reserved() / 2**30 if measure_memory else 0.0,
+                *peaks,
                 num_uses,
                 None if contestant == "none" else added_s * 1e6 / num_uses,
             )
         )
-        if contestant.endswith(COMPILED):
+        if COMPILED in contestant:
             rows[-1].num_graphs = counters["stats"]["unique_graphs"]
             rows[-1].num_graph_breaks = sum(counters["graph_break"].values())
-    if args.trace is not None and contestant.removesuffix(COMPILED) == "gtp":
+    if args.trace is not None and contestant.startswith("gtp"):
         write_trace(model, args, device)
     del model
     collect_garbage(device)
@@ -314,16 +338,10 @@ def start(args: argparse.Namespace) -> torch.device:
     if on_gpu:
         torch.cuda.set_device(device)
     if args.mode == "fake":
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", rank=0, world_size=args.world, store=FakeStore())
-        # torch's fake group handles a buffer as one tensor a rank, 64 views and copies that a real group does not make.
-        dist.ProcessGroup._allgather_base = lambda group, output, input, *options: group.barrier()
-        dist.ProcessGroup._reduce_scatter_base = lambda group, output, input, *options: group.barrier()
-        if args.transport == "symmetric":
-            if not on_gpu:
-                raise SystemExit("bench.py: --mode fake --transport symmetric needs a GPU; torch finds none")
-            use_fake_peers()
+        args.fake_world = FakeWorld(args.world)
+        if "symmetric" in (args.transport, *"+".join(args.contestants).split("+")) and not on_gpu:
+            raise SystemExit("bench.py: --mode fake with transport symmetric needs a GPU; torch finds none")
+        use_fake_peers(args.fake_world)
     else:
         dist.init_process_group("nccl" if on_gpu else "gloo")
     return device
@@ -333,23 +351,29 @@ def add_model_options(parser: argparse.ArgumentParser, **sizes: int) -> None:
     """What ``build`` reads, with these defaults."""
     for name, default in {"layers": 12, **sizes, "look_ahead": 1}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--transport", choices=("auto", "collective", "symmetric"), default="auto", help="of gtp")
+    parser.add_argument("--transport", choices=("auto", *TRANSPORTS), default="auto", help="of gtp")
 
 
-def add_contestants_option(parser: argparse.ArgumentParser, default: Sequence[str], more: Sequence[str] = ()) -> None:
-    """A comma-separated list of these names."""
-    known = [*default, *more]
+def add_contestants_option(
+    parser: argparse.ArgumentParser, names: Sequence[str], features: dict[str, Sequence[str]] | None = None
+) -> None:
+    """A comma-separated list of these names, by default all; with features that each may have behind a "+"."""
 
     def parse(text: str) -> list[str]:
         chosen = text.split(",")
-        unknown = sorted(set(chosen) - set(known))
-        if unknown:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose from {', '.join(known)}")
+        for contestant in chosen:
+            name, *its_features = contestant.split("+")
+            if name not in names:
+                raise argparse.ArgumentTypeError(f"{name}: choose from {', '.join(names)}")
+            known = (features or {}).get(name, ())
+            unknown = sorted(set(its_features) - set(known))
+            if unknown:
+                raise argparse.ArgumentTypeError(
+                    f"{contestant}: what may follow {name} is {', '.join(known) or 'nothing'}"
+                )
         return chosen
 
-    parser.add_argument(
-        "--contestants", type=parse, default=list(default), help=f"of {', '.join(known)} (default: {','.join(default)})"
-    )
+    parser.add_argument("--contestants", type=parse, default=list(names), help=f"of {', '.join(names)} (default: all)")
 
 
 def parse_args() -> argparse.Namespace:
@@ -357,12 +381,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--mode", choices=("fake", "shared", "real", "cpu"), default="fake")
     parser.add_argument("--world", type=int, default=64, help="ranks of the fake world")
     add_model_options(parser, dim=4096, ffn=14336, heads=32, kv_heads=8)
-    parser.add_argument("--tokens", type=lambda s: [int(t) for t in s.split(",")], default=[1024, 2048, 4096])
+    parser.add_argument(
+        "--tokens", type=lambda s: [int(t) for t in s.split(",")], default=[512, 1024, 2048, 4096, 8192]
+    )
     parser.add_argument("--host-tokens", type=int, default=16, help="size at which host time is measured")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--host-steps", type=int, default=40, help="steps of which host time is the median")
     parser.add_argument("--warmup", type=int, default=3)
-    add_contestants_option(parser, CONTESTANTS, [name + COMPILED for name in CONTESTANTS])
+    features = {name: [COMPILED] for name in CONTESTANTS}
+    features["gtp"] += [*TRANSPORTS, *WIRE_FORMATS]
+    add_contestants_option(parser, CONTESTANTS, features)
     parser.add_argument("--out", type=Path, default=None, help="folder for bench.json and bench.png")
     parser.add_argument(
         "--trace", type=Path, default=None, help="file for a profiler trace of three steps of gtp (rank 0)"

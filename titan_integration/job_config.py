@@ -61,6 +61,12 @@ class Gtp:
     look_ahead: int = 1
     """How many uses before its own use a weight is gathered."""
 
+    look_ahead_bytes: int = 0
+    """
+    Instead, weights are gathered as early as they have to be, by times measured in one of the first steps, while those that
+    wait for their uses stay within this many bytes on an axis. 0: look_ahead holds.
+    """
+
     wire_format: str = "auto"
     """
     How a shard travels: "bf16" (as it is, in param_dtype), or quantized once a step and dequantized where it is used:

@@ -110,8 +110,9 @@ def gtp_config(job_config) -> GTPConfig:
     values["param_dtype"] = _dtype("param_dtype", section.param_dtype or training.mixed_precision_param)
     values["reduce_dtype"] = _dtype("reduce_dtype", section.reduce_dtype or training.mixed_precision_reduce)
     # TOML and the command line have no None.
-    if section.pad_for_alignment == 0:
-        values["pad_for_alignment"] = None
+    for name in ("pad_for_alignment", "look_ahead_bytes"):
+        if values[name] == 0:
+            values[name] = None
     if section.recompute_keep_bytes == -1:
         values["recompute_keep_bytes"] = None
     if section.min_numel < 0:

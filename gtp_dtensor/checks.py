@@ -1,0 +1,34 @@
+"""Debug checks between ranks (``GTPConfig.check_param_states``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .modes import plain_ops
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+    from .small import SmallParam
+    from .weight import ShardedWeight
+
+
+def check_peers(runtime: Runtime, members: list[ShardedWeight] | list[SmallParam], what: str) -> None:
+    """Every rank of the axis is about to communicate the same thing.
+
+    Raises:
+        RuntimeError: they differ; on every rank, with the FQNs of both sides where this rank knows them.
+    """
+    transport = runtime.transport
+    names = {member.serial: member.fqn for member in (*runtime.live_weights(), *runtime.live_smalls())}
+    with plain_ops():
+        everyones = transport.exchange([member.serial for member in members] or [-1])
+    mine = everyones[transport.rank]
+    for rank, theirs in enumerate(everyones):
+        if theirs != mine:
+            mine_named, theirs_named = (
+                [names.get(serial, f"#{serial}") for serial in serials] for serials in (mine, theirs)
+            )
+            raise RuntimeError(
+                f"ranks of the gtp axis use different weights: {what} of {mine_named} on rank {transport.rank} of "
+                f"the axis, of {theirs_named} on rank {rank}; all of them must run the same modules in the same order"
+            )
