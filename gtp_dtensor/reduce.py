@@ -14,6 +14,7 @@ is a mean over its own samples), or summed (the loss is already divided by the g
 from __future__ import annotations
 
 import logging
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,6 +58,16 @@ def accumulate(param: torch.Tensor, local: torch.Tensor, scale: float) -> None:
         grad._local_tensor.add_(local)
 
 
+class _Way(Enum):
+    """How a gradient is summed over gtp."""
+
+    SUMMED = 1  # by a collective
+    SUMMED_HERE = 2  # of all ranks' parts, see accumulation.py
+    PUSHED = 3  # through memory of the peers
+
+
+_SUMMED, _SUMMED_HERE, _PUSHED = _Way
+
 # (local gradient so far, whether its sum over tp is still owed)
 SmallGrad = tuple[torch.Tensor, bool]
 
@@ -67,11 +78,15 @@ class Reducer:
     def __init__(self, runtime: Runtime) -> None:
         domain = runtime.domain
         self._runtime = runtime
+        self._transport = runtime.transport
+        self._is_async = runtime.config.async_reduction
+        self._ways: dict[torch.dtype, _Way] = {}
         self._over_shards = domain.shard_transport
         self._over_copies = domain.replicate_transport
         self._most_pending = runtime.config.graph_wgrad_ring_size - 1
         self._has_replicas = self._over_shards is not None or self._over_copies is not None
         self.pending = Stage(self._to_replicas if self._has_replicas else self._accumulate)  # over gtp
+        self._in_flight = self.pending.in_flight
         self._to_shards = Stage(self._accumulate if self._over_copies is None else self._from_shards)
         self._to_copies = Stage(self._from_copies)
         self._back_to_copies = Stage(self._accumulate)  # sums that each copy made a part of
@@ -93,7 +108,7 @@ class Reducer:
 
     def make_room(self) -> None:
         """Before another unsharded gradient is allocated: receive the oldest ones in flight."""
-        if len(self.pending.in_flight) > self._most_pending:
+        if len(self._in_flight) > self._most_pending:
             if is_plain():
                 self.pending.receive(self._most_pending)
             else:
@@ -181,8 +196,11 @@ class Reducer:
         Unless ``is_borrowed``, the memory of ``grad`` is given away: nobody else may read it any more.
         """
         if not returned:
-            check_grad(param, weight.fqn)
-        self.make_room()
+            before = param.grad
+            if before is not None and getattr(before, "_spec", None) is not param._spec:
+                check_grad(param, weight.fqn)
+        if len(self._in_flight) > self._most_pending:
+            self.make_room()
         if is_plain():
             reduction = self._start(weight, param, grad, returned, is_borrowed)
         else:
@@ -194,8 +212,8 @@ class Reducer:
                 local = reduction.rows(param.dtype, self._runtime.gradient_scale)
             reduction.release()
             return new_dtensor(local, param._spec)
-        self.pending.add(reduction)
-        if not self._runtime.config.async_reduction:
+        self._in_flight.append(reduction)
+        if not self._is_async:
             with plain_ops():
                 self.pending.receive()
         return None
@@ -205,18 +223,33 @@ class Reducer:
     def _start(
         self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, returned: bool, is_borrowed: bool
     ) -> Pending:
-        runtime, cut, counters, shape = self._runtime, weight.cut, weight.counters, weight.shard_shape
+        transport, cut, counters, dtype = self._transport, weight.cut, weight.counters, weight.reduce_dtype
         counters.num_reductions += 1
-        if runtime.transport.pushes(weight.reduce_dtype):
+        way = self._ways.get(dtype) or self._way_of(dtype)
+        if way is _PUSHED:
             return self._push(weight, param, grad, returned)
-        buffer = self._reduction_input(weight, grad)
-        if runtime.transport.size > 1:
+        buffer = grad
+        if weight.tp is not None or grad.dtype is not dtype:
+            buffer = self._own_gradient(weight, grad)
+        if buffer.shape != weight.buffer_shape or not buffer.is_contiguous():
+            buffer = cut.pack(buffer)
+        if transport.size > 1:
             counters.reduce_bytes += buffer.nbytes
-        if sums_here(runtime.config.reduce_scatter_with_fp32_accumulation, runtime.transport.size, buffer.dtype):
+        if way is _SUMMED_HERE:
             borrowed = None if not is_borrowed else grad._local_tensor if isinstance(grad, DTensor) else grad
-            return self._exchange(runtime.transport, weight, param, buffer, shape, cut.dim, borrowed)
-        out = buffer.new_empty(weight.send_shape)
-        return PendingSum(weight, param, out, shape, runtime.transport.reduce_scatter(out, buffer, cut.dim))
+            return self._exchange(transport, weight, param, buffer, weight.shard_shape, cut.dim, borrowed)
+        out = buffer.new_empty(*weight.send_shape)
+        return PendingSum(weight, param, out, weight.shard_shape, transport.reduce_scatter(out, buffer, cut.dim))
+
+    def _way_of(self, dtype: torch.dtype) -> _Way:
+        """How gradients that travel in ``dtype`` are summed over gtp: the same for as long as this lives."""
+        switch = self._runtime.config.reduce_scatter_with_fp32_accumulation
+        if self._transport.pushes(dtype):
+            way = _PUSHED
+        else:
+            way = _SUMMED_HERE if sums_here(switch, self._transport.size, dtype) else _SUMMED
+        self._ways[dtype] = way
+        return way
 
     def _push(self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, returned: bool) -> PendingPush:
         """Through memory of the peers: no padding travels, and where nothing follows the sum it is made in ``.grad``."""
@@ -291,10 +324,6 @@ class Reducer:
                 grad = grad.clone()
                 dist.all_reduce(grad, group=weight.tp.mesh.get_group())
         return grad if grad.dtype == weight.reduce_dtype else grad.to(weight.reduce_dtype)
-
-    def _reduction_input(self, weight: ShardedWeight, grad: torch.Tensor) -> torch.Tensor:
-        grad = self._own_gradient(weight, grad)
-        return grad if grad.shape == weight.buffer_shape and grad.is_contiguous() else weight.cut.pack(grad)
 
     def gradient_buffer(self, weight: ShardedWeight, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the gradient of the gathered weight, not initialised, which :meth:`launch` takes as it is: of

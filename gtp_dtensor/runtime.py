@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .members import RootState
 
 
+_current_task, _is_grad_enabled = torch._C._current_graph_task_id, torch.is_grad_enabled
 _FORWARD, _INFERENCE, _RECOMPUTE, _BACKWARD = Kind  # looking a member up in its class costs more than a method call
 
 
@@ -91,6 +92,10 @@ class Runtime:
         self._backwards: dict[int, weakref.ref[_BackwardEnd]] = {}
         self.look_ahead = LookAhead(self)
         self.timer: UseTimer | None = None  # while a step is timed
+        # Asked for at each use. Experts have no usual distance.
+        self.dgrad_first = not config.wgrad_before_dgrad
+        self._prefetches = config.weight_prefetch
+        self._usual_distance = None if domain.is_expert else config.look_ahead
         watch_optimizers(self)
 
     def __deepcopy__(self, memo: dict) -> Runtime:
@@ -206,16 +211,17 @@ class Runtime:
 
     def forward_kind(self) -> Kind:
         """The kind of a forward use that happens now."""
-        if in_backward():
+        if _current_task() != -1:
             return _RECOMPUTE
-        return _FORWARD if torch.is_grad_enabled() else _INFERENCE
+        return _FORWARD if _is_grad_enabled() else _INFERENCE
 
     def enter(self) -> None:
         """To be called before anything else at each use and each gradient: notices backwards that begin or died."""
-        task = torch._C._current_graph_task_id()
+        task = _current_task()
         if task == -1 and not self._backwards:
             return
-        if task in self._backwards and self._backwards[task]() is not None:
+        known = self._backwards.get(task)
+        if known is not None and known() is not None:
             return
         dead = [known for known, end in self._backwards.items() if end() is None]
         for known in dead:
@@ -274,8 +280,10 @@ class Runtime:
         Raises:
             RuntimeError: it was written since.
         """
-        self.enter()
-        if not self.schedule.record(weight.index, kind, self._starts_pass):
+        if self._backwards or _current_task() != -1:
+            self.enter()
+        schedule = self.schedule
+        if not schedule.record(weight.index, kind, self._starts_pass):
             self.counters.num_mispredictions += 1
             self._free_mispredicted(weight)
         self._starts_pass = False
@@ -285,12 +293,23 @@ class Runtime:
         timer = self.timer
         if timer is not None:
             timer.arrive()
-        looks_ahead = self._depth > 0 or kind in IN_BACKWARD
+        looks_ahead = self._depth > 0 or kind is _BACKWARD or kind is _RECOMPUTE
         if not looks_ahead:
             weight.distrust_copy()
-        lease = self._take(weight, kind)
+        lease = weight.next_lease
+        if (
+            lease is None
+            or weight.kept_lease is not None
+            or weight.quantized is not None
+            or lease.generation != weight.generation
+        ):
+            lease = self._take(weight, kind)
+        else:
+            weight.next_lease = None
         if lease is None:
-            lease = self._gather(weight, kind, False)
+            if weight.compute_shard is None or weight.checks_states:
+                self._make_ready(weight, kind)
+            lease = weight.gather(kind, False)
             weight.counters.num_on_demand_gathers += 1
         elif lease.prefetched:
             weight.counters.num_prefetch_hits += 1
@@ -298,14 +317,15 @@ class Runtime:
             lease.wait()
         if timer is not None:
             timer.ready()
+        coming = schedule.next
         if may_keep:
             if kind is _RECOMPUTE and self._has_room_to_keep(weight):
                 self._keep(weight, lease)
-            elif kind is _FORWARD and self._turns_at(weight):
+            elif kind is _FORWARD and coming is not None and coming[0] == weight.index and self._turns_at(weight, coming):
                 weight.counters.num_kept_at_turn += 1
                 self._keep(weight, lease)
         # Elsewhere a module was called by itself: what comes next is up to the user's code.
-        if looks_ahead and self.config.weight_prefetch:
+        if looks_ahead and coming is not None and self._prefetches:
             self._prefetch(weight, kind)
         return lease
 
@@ -329,20 +349,13 @@ class Runtime:
             return None
         return lease
 
-    def _gather(self, weight: ShardedWeight, kind: Kind, prefetched: bool) -> Lease:
+    def _make_ready(self, weight: ShardedWeight, kind: Kind) -> None:
+        """For a gather: bring the compute shard up to date; checked where states are."""
         if weight.compute_shard is None:
             self.refresh_copies()
-        if self.config.check_param_states:
+        if weight.checks_states:
             weight.check_copy()
             check_peers(self, [weight], kind.name.lower() + " use")
-        counters = weight.counters
-        if kind is _BACKWARD:
-            counters.num_backward_gathers += 1
-        elif kind is _RECOMPUTE:
-            counters.num_recompute_gathers += 1
-        else:
-            counters.num_forward_gathers += 1
-        return weight.gather(kind, prefetched)
 
     def refresh_copies(self) -> None:
         """Rewrite every compute shard that is out of date: all in one foreach copy; where parameters are cut over
@@ -381,11 +394,15 @@ class Runtime:
         return block_distance(peek, self._role, self._role(index), self.config.look_ahead, farthest)
 
     def _prefetch(self, used: ShardedWeight, current: Kind) -> None:
-        is_backward = current in IN_BACKWARD
-        for use in self.schedule.coming(self.distance(used.index, self.schedule.peek, self.schedule.ahead)):
-            if is_out_of_reach(use, is_backward):
+        schedule, distance = self.schedule, self._usual_distance
+        if distance is None or schedule.is_planned:
+            distance = self.distance(used.index, schedule.peek, schedule.ahead)
+        is_backward = current is _BACKWARD or current is _RECOMPUTE
+        for use in (schedule.next,) if distance == 1 else schedule.coming(distance):
+            index, kind, starts_pass = use
+            is_like_this = (kind is _BACKWARD or kind is _RECOMPUTE) is is_backward and not starts_pass
+            if not is_like_this and is_out_of_reach(use, is_backward):
                 return
-            index, kind, _ = use
             weight = self.weights[index]()
             if weight is None:
                 return
@@ -393,7 +410,9 @@ class Runtime:
                 # A write that one rank alone made must be noticed before the gather, or it would gather again at the
                 # use.
                 weight.notice_writes()
-                weight.next_lease = self._gather(weight, kind, True)
+                if weight.compute_shard is None or weight.checks_states:
+                    self._make_ready(weight, kind)
+                weight.next_lease = weight.gather(kind, True)
 
     def _free_mispredicted(self, used: ShardedWeight) -> None:
         """After a misprediction: let go of gathers that neither this use nor the new prediction wants soon."""
@@ -403,16 +422,10 @@ class Runtime:
             if weight.next_lease is not None and weight.index not in wanted:
                 self.drop(weight.next_lease)
 
-    def _turns_at(self, weight: ShardedWeight) -> bool:
-        """Whether ``weight``, in use in a forward, is what the backward begins with: a second gather would lie beside it."""
-        coming = self.schedule.peek(0)
-        return (
-            coming is not None
-            and coming.weight == weight.index
-            and coming.kind is _BACKWARD
-            and weight.kept_lease is None
-            and not weight.has_view_for_backward
-        )
+    def _turns_at(self, weight: ShardedWeight, coming: Use) -> bool:
+        """Whether ``weight``, in use in a forward and then for ``coming``, is what the backward begins with: a second
+        gather would lie beside it."""
+        return coming.kind is _BACKWARD and weight.kept_lease is None and not weight.has_view_for_backward
 
     def _has_room_to_keep(self, weight: ShardedWeight) -> bool:
         if weight.has_view_for_backward:

@@ -31,17 +31,18 @@ class SmallParam:
         self.param = param
         self.spec: DTensorSpec = param._spec
         self.tp = tp
+        self._param_dtype, self._reduce_dtype = runtime.config.param_dtype, runtime.config.reduce_dtype
         self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
 
     @property
     def compute_dtype(self) -> torch.dtype:
         dtype = self.param.dtype
-        return self.runtime.config.param_dtype or dtype if dtype.is_floating_point else dtype
+        return self._param_dtype or dtype if dtype.is_floating_point else dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         dtype = self.param.dtype
-        return self.runtime.config.reduce_dtype or dtype if dtype.is_floating_point else dtype
+        return self._reduce_dtype or dtype if dtype.is_floating_point else dtype
 
     def add_owner(self, module: nn.Module, name: str) -> None:
         self.owners.append((weakref.ref(module), name))
@@ -53,8 +54,8 @@ class SmallParam:
     def read(self) -> torch.Tensor:
         """What the module computes with: a new tensor object over the parameter's memory, in compute dtype."""
         local = self.param._local_tensor.detach()
-        dtype = self.compute_dtype
-        if local.dtype != dtype:
+        dtype = self._param_dtype
+        if dtype is not None and local.dtype is not dtype and local.is_floating_point():
             local = local.to(dtype)
         return local if self.tp is None else self.tp.wrap(local)
 

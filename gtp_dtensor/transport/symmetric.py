@@ -83,7 +83,8 @@ class PeerReads:
         self.tensors = ()
         transport.free_events.append(ready)
 
-    def __del__(self) -> None:
+    def abandon(self) -> None:
+        """The model dies, and nobody waited."""
         if self._ready is not None and not self._is_done:
             self._transport.fabric.wait(self._home, self._ready)
 
@@ -109,9 +110,6 @@ class Ticket:
         if self._done is not None:
             self._transport.free_events.append(self._done)
             self._done = None
-
-    def __del__(self) -> None:
-        self.wait()  # before the memory that it reads and writes is used for something else
 
 
 class Take:
