@@ -87,11 +87,13 @@ class Schedule:
         self._most = 2 * capacity
         self._history: list[Use] = []
         self._pointer: int | None = None  # the entry that the newest use repeats
+        self.next_use: Use | None = None  # as predicted
         # Occurrences of the same use form a chain: the newest one, and for each entry the one before it. Only moving
         # the pointer needs them, so they lag behind the history until then.
         self._newest: dict[tuple[int, Kind], int] = {}
         self._previous: list[int | None] = []
         self._aheads: list[int | None] | None = None  # planned, beside the history
+        self.ahead: int | None = None  # the plan at the newest use, if there is one
         self._steps: deque[int] = deque(maxlen=2)  # history lengths at the last two optimizer steps
 
     def record(self, weight: int, kind: Kind, starts_pass: bool) -> bool:
@@ -102,16 +104,20 @@ class Schedule:
             if predicted[0] == weight and predicted[1] is kind:
                 self._pointer = pointer + 1
                 history.append(predicted if predicted[2] == starts_pass else Use(weight, kind, starts_pass))
+                self.next_use = history[pointer + 2]
                 if self._aheads is not None:
-                    self._aheads.append(self._aheads[pointer + 1])
+                    self.ahead = self._aheads[pointer + 1]
+                    self._aheads.append(self.ahead)
                 if len(history) >= self._most:
                     self._forget_oldest()
                 return True
         self._index()
         self._pointer = self._best_match((weight, kind))
         history.append(Use(weight, kind, starts_pass))
+        self.next_use = None if self._pointer is None else history[self._pointer + 1]
         if self._aheads is not None:
-            self._aheads.append(None if self._pointer is None else self._aheads[self._pointer])
+            self.ahead = None if self._pointer is None else self._aheads[self._pointer]
+            self._aheads.append(self.ahead)
         if len(history) >= self._most:
             self._forget_oldest()
         return pointer is None
@@ -161,11 +167,7 @@ class Schedule:
         self._aheads = [None] * len(self._history)
         for place, ahead in zip(self._period(), aheads, strict=True):
             self._aheads[place] = ahead
-
-    @property
-    def ahead(self) -> int | None:
-        """The plan at the newest use, if there is one."""
-        return self._aheads[-1] if self._aheads else None
+        self.ahead = self._aheads[-1]
 
     def period_aheads(self) -> list[int | None]:
         """The plan at each use of :meth:`period`."""
