@@ -99,8 +99,10 @@ def test_every_class_as_unsharded(mesh, rank, world_size, reentrant):
         assert (found.num_forward_gathers, found.num_recompute_gathers) == (3, kept)
         assert (found.num_backward_gathers, found.num_reductions) == (3 - kept, 3)
         assert found.live_lease_bytes == found.num_pending == found.num_mispredictions == 0
-        model(batch_of(rank))
-        assert stats(model).num_prefetch_hits > 0  # from the second pass on
+        mean_square(model(batch_of(rank).requires_grad_())).backward()
+        found = stats(model)
+        assert found.num_prefetch_hits > 0 and found.num_kept_at_turn == (reentrant is None)  # from the second pass on
+        assert found.num_backward_gathers == 2 * (3 - kept) - found.num_kept_at_turn
         parts = model.b.__dict__
         assert "weight" not in parts and isinstance(model.b.weight, DTensor) and not parts["fuse_wgrad_accumulation"]
 
