@@ -273,7 +273,7 @@ class Runtime:
         Args:
             weight: what is used.
             kind: for what.
-            may_keep: a recompute's lease may stay for the weight's backward use.
+            may_keep: the lease of a recompute, or of the forward's end, may stay for the weight's backward use.
             num_writes: how often the weight had been written when the forward of this backward read it.
             waits: else the caller orders its stream after the gather, by the lease's ``wait``, before it reads.
 
@@ -285,7 +285,7 @@ class Runtime:
         schedule = self.schedule
         if not schedule.record(weight.index, kind, self._starts_pass):
             self.counters.num_mispredictions += 1
-            self._free_mispredicted(weight)
+            self._free_mispredicted(weight, kind)
         self._starts_pass = False
         weight.notice_writes()
         if num_writes is not None and num_writes != weight.num_writes:
@@ -317,13 +317,16 @@ class Runtime:
             lease.wait()
         if timer is not None:
             timer.ready()
-        coming = schedule.next
-        if may_keep:
-            if kind is _RECOMPUTE and self._has_room_to_keep(weight):
-                self._keep(weight, lease)
-            elif kind is _FORWARD and coming is not None and coming[0] == weight.index and self._turns_at(weight, coming):
-                weight.counters.num_kept_at_turn += 1
-                self._keep(weight, lease)
+        coming = schedule.next_use
+        if may_keep and (
+            kind is _RECOMPUTE
+            and self._has_room_to_keep(weight)
+            or kind is _FORWARD
+            and coming is not None
+            and coming.kind is _BACKWARD
+            and self._turns_at(weight, coming)
+        ):
+            self._keep(weight, lease, kind)
         # Elsewhere a module was called by itself: what comes next is up to the user's code.
         if looks_ahead and coming is not None and self._prefetches:
             self._prefetch(weight, kind)
@@ -335,7 +338,8 @@ class Runtime:
             lease.end()
 
     def _take(self, weight: ShardedWeight, kind: Kind) -> Lease | None:
-        if kind is _BACKWARD and weight.kept_lease is not None:
+        is_kept = kind is _BACKWARD and weight.kept_lease is not None
+        if is_kept:
             lease, weight.kept_lease = weight.kept_lease, None
             self._kept_bytes -= lease.num_bytes
             lease.prefetched = False
@@ -347,6 +351,8 @@ class Runtime:
         ):
             lease.end()
             return None
+        if is_kept and lease.kind is _FORWARD:
+            weight.counters.num_kept_at_turn += 1
         return lease
 
     def _make_ready(self, weight: ShardedWeight, kind: Kind) -> None:
@@ -395,10 +401,10 @@ class Runtime:
 
     def _prefetch(self, used: ShardedWeight, current: Kind) -> None:
         schedule, distance = self.schedule, self._usual_distance
-        if distance is None or schedule.is_planned:
+        if distance is None or schedule.ahead is not None:
             distance = self.distance(used.index, schedule.peek, schedule.ahead)
         is_backward = current is _BACKWARD or current is _RECOMPUTE
-        for use in (schedule.next,) if distance == 1 else schedule.coming(distance):
+        for use in (schedule.next_use,) if distance == 1 else schedule.coming(distance):
             index, kind, starts_pass = use
             is_like_this = (kind is _BACKWARD or kind is _RECOMPUTE) is is_backward and not starts_pass
             if not is_like_this and is_out_of_reach(use, is_backward):
@@ -414,18 +420,23 @@ class Runtime:
                     self._make_ready(weight, kind)
                 weight.next_lease = weight.gather(kind, True)
 
-    def _free_mispredicted(self, used: ShardedWeight) -> None:
-        """After a misprediction: let go of gathers that neither this use nor the new prediction wants soon."""
+    def _free_mispredicted(self, used: ShardedWeight, kind: Kind) -> None:
+        """After a misprediction: let go of gathers that neither this use nor the new prediction wants soon.
+
+        Where a forward came instead of the backward that a weight stayed for, the weight goes, whatever is predicted now:
+        it may be written before the next backward in ways that leave no trace.
+        """
         coming = self.schedule.coming(self.distance(used.index, self.schedule.peek, self.schedule.ahead))
         wanted = {used.index, *(use.weight for use in coming)}
         for weight in self.live_weights():
             if weight.next_lease is not None and weight.index not in wanted:
                 self.drop(weight.next_lease)
+            if weight.kept_lease is not None and kind not in IN_BACKWARD:
+                self.drop(weight.kept_lease)
 
     def _turns_at(self, weight: ShardedWeight, coming: Use) -> bool:
-        """Whether ``weight``, in use in a forward and then for ``coming``, is what the backward begins with: a second
-        gather would lie beside it."""
-        return coming.kind is _BACKWARD and weight.kept_lease is None and not weight.has_view_for_backward
+        """Whether ``weight``, in use in a forward, is what the backward begins with: a second gather would lie beside it."""
+        return coming.weight == weight.index and weight.kept_lease is None and not weight.has_view_for_backward
 
     def _has_room_to_keep(self, weight: ShardedWeight) -> bool:
         if weight.has_view_for_backward:
@@ -445,8 +456,9 @@ class Runtime:
         limit = self.config.recompute_keep_bytes
         return 8 * max(runtime._largest_bytes for runtime in self._runtimes()) if limit is None else limit
 
-    def _keep(self, weight: ShardedWeight, lease: Lease) -> None:
+    def _keep(self, weight: ShardedWeight, lease: Lease, kind: Kind) -> None:
         weight.kept_lease = lease
+        lease.kind = kind  # it may have been gathered for another that did not come
         self._kept_bytes += lease.num_bytes
 
     # ---- leases

@@ -87,31 +87,32 @@ class Schedule:
         self._most = 2 * capacity
         self._history: list[Use] = []
         self._pointer: int | None = None  # the entry that the newest use repeats
-        self.next: Use | None = None  # the entry after it: what is predicted
+        self.next_use: Use | None = None  # as predicted
         # Occurrences of the same use form a chain: the newest one, and for each entry the one before it. Only moving
         # the pointer needs them, so they lag behind the history until then.
         self._newest: dict[tuple[int, Kind], int] = {}
         self._previous: list[int | None] = []
         self._aheads: list[int | None] | None = None  # planned, beside the history
-        self.is_planned = False
+        self.ahead: int | None = None  # the plan at the newest use, if there is one
         self._steps: deque[int] = deque(maxlen=2)  # history lengths at the last two optimizer steps
 
     def record(self, weight: int, kind: Kind, starts_pass: bool) -> bool:
         """Append a use. Returns False where a prediction existed and was another one."""
-        history, predicted = self._history, self.next
+        history, predicted = self._history, self.next_use
         is_as_predicted = True
         if predicted is not None and predicted[0] == weight and predicted[1] is kind:
             pointer = self._pointer = self._pointer + 1
             history.append(predicted if predicted[2] == starts_pass else Use(weight, kind, starts_pass))
-            self.next = history[pointer + 1]
+            self.next_use = history[pointer + 1]
         else:
             self._index()
             pointer = self._pointer = self._best_match((weight, kind))
             history.append(Use(weight, kind, starts_pass))
-            self.next = None if pointer is None else history[pointer + 1]
+            self.next_use = None if pointer is None else history[pointer + 1]
             is_as_predicted = predicted is None
         if self._aheads is not None:
-            self._aheads.append(None if pointer is None else self._aheads[pointer])
+            self.ahead = None if pointer is None else self._aheads[pointer]
+            self._aheads.append(self.ahead)
         if len(history) >= self._most:
             self._forget_oldest()
         return is_as_predicted
@@ -158,14 +159,10 @@ class Schedule:
     def plan(self, aheads: list[int]) -> None:
         """From now on, at each use of the last whole period, how many uses ahead gathers are issued; for as long as the
         program repeats it."""
-        self._aheads, self.is_planned = [None] * len(self._history), True
+        self._aheads = [None] * len(self._history)
         for place, ahead in zip(self._period(), aheads, strict=True):
             self._aheads[place] = ahead
-
-    @property
-    def ahead(self) -> int | None:
-        """The plan at the newest use, if there is one."""
-        return self._aheads[-1] if self._aheads else None
+        self.ahead = self._aheads[-1]
 
     def period_aheads(self) -> list[int | None]:
         """The plan at each use of :meth:`period`."""
@@ -212,5 +209,5 @@ class Schedule:
         self._newest = {key: place - cut for key, place in self._newest.items() if place >= cut}
         self._pointer = shifted(self._pointer)
         if self._pointer is None:
-            self.next = None
+            self.next_use = None
         self._steps = deque((step - cut for step in self._steps if step >= cut), maxlen=2)

@@ -107,7 +107,7 @@ class Lease:
         view: View | None = None,
     ) -> None:
         self.weight = weight
-        self.kind = kind  # of the use that it was gathered for
+        self.kind = kind  # of the use that it was gathered for; once kept: that it was kept from
         self.generation = weight.generation
         self.prefetched = prefetched
         self.num_bytes = num_bytes = weight.gathered_bytes
@@ -244,7 +244,7 @@ class ShardedWeight:
         self.generation = 0
         self.gathered_bytes = self._count_gathered_bytes()
         self.next_lease: Lease | None = None  # gathered ahead of its use
-        self.kept_lease: Lease | None = None  # gathered for recompute, waiting for its backward use
+        self.kept_lease: Lease | None = None  # of a recompute or the forward's end, waiting for its backward use
         self._piece: torch.Tensor | None = None  # what this replica contributes to it
         self._pieces: Transfer | None = None  # a gather of all replicas' pieces, in flight
         self._copy: torch.Tensor | None = None  # memory of the compute shard, where it is not the shard itself

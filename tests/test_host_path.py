@@ -65,8 +65,9 @@ def num_calls(num_linears: int, replicas: str | None, config: GTPConfig) -> int:
         sys.setprofile(None)
         gc.enable()
     found = stats(model)
-    assert found.num_forward_gathers == found.num_backward_gathers == found.num_reductions == num_linears
-    assert found.num_prefetch_hits == 2 * num_linears - 1 and found.num_mispredictions == 0
+    assert found.num_forward_gathers == found.num_reductions == num_linears
+    assert (found.num_backward_gathers, found.num_kept_at_turn) == (num_linears - 1, 1)
+    assert found.num_prefetch_hits == 2 * num_linears - 2 and found.num_mispredictions == 0
     return len(seen)
 
 
