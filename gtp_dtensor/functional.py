@@ -120,10 +120,14 @@ class _UseSmall(torch.autograd.Function):
         return small.read()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple:
+        if _is_grad_enabled():
+            return _small_backward_once(ctx, grad)
         small, param = ctx.use
-        return reduce_small_grad(small, param, grad, param_edge(param, engine_edges(ctx)[0])), None
+        (edge,) = engine_edges(ctx)
+        if edge is not _UNUSED and not param.requires_grad:
+            edge = param_edge(param, edge)
+        return reduce_small_grad(small, param, grad, edge), None
 
 
 def reduce_small_grad(small: SmallParam, param: nn.Parameter, grad: torch.Tensor, edge: Edge) -> DTensor | None:
@@ -138,6 +142,7 @@ def reduce_small_grad(small: SmallParam, param: nn.Parameter, grad: torch.Tensor
 
 
 _apply_use_small = fast_apply(_UseSmall)
+_small_backward_once = torch_once_differentiable(_UseSmall.backward)
 
 
 def use_small(module: nn.Module, name: str) -> torch.Tensor:

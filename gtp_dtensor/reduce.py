@@ -48,14 +48,34 @@ def check_grad(param: torch.Tensor, fqn: str) -> None:
         )
 
 
-def accumulate(param: torch.Tensor, local: torch.Tensor, scale: float) -> None:
-    """``param.grad += scale * local``. ``local`` is ours to keep."""
-    local = scaled(local, param.dtype, scale)
-    grad = param.grad
-    if grad is None:
-        param.grad = new_dtensor(local, param._spec)
-    else:
-        grad._local_tensor.add_(local)
+def _joined(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Their elements in one vector of ``dtype``."""
+    return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]).to(dtype)
+
+
+def _parts_of(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of ``flat``, one after the other, with the shapes of ``like``."""
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part if tensor.dim() == 1 else part.view(tensor.shape) for part, tensor in zip(parts, like)]
+
+
+def accumulate(params: list[nn.Parameter], flat: torch.Tensor, like: list[torch.Tensor], scale: float) -> None:
+    """``param.grad += scale * its part of flat``, which is ours to keep: new gradients are views of it."""
+    dtype, *others = dict.fromkeys(param.dtype for param in params)
+    if not others:
+        flat = scaled(flat, dtype, scale)
+    grads, added = [], []
+    for param, part in zip(params, _parts_of(flat, like)):
+        if others:
+            part = scaled(part, param.dtype, scale)
+        grad = param.grad
+        if grad is None:
+            param.grad = new_dtensor(part, param._spec)
+        else:
+            grads.append(grad._local_tensor)
+            added.append(part)
+    if grads:
+        torch._foreach_add_(grads, added)
 
 
 class _Way(Enum):
@@ -68,8 +88,10 @@ class _Way(Enum):
 
 _SUMMED, _SUMMED_HERE, _PUSHED = _Way
 
-# (local gradient so far, whether its sum over tp is still owed)
-SmallGrad = tuple[torch.Tensor, bool]
+# (the leaf that the forward read, its local gradient so far, whether its sum over tp is still owed)
+SmallGrad = tuple[nn.Parameter, torch.Tensor, bool]
+# Tensors are hashed in Python, numbers are not. What is kept under the number keeps the leaf alive.
+SmallKey = tuple["SmallParam", int]
 
 
 class Reducer:
@@ -91,8 +113,8 @@ class Reducer:
         self._to_copies = Stage(self._from_copies)
         self._back_to_copies = Stage(self._accumulate)  # sums that each copy made a part of
         self.kept_back: dict[tuple[ShardedWeight, nn.Parameter], torch.Tensor] = {}  # summed over gtp only
-        self.small: dict[tuple[SmallParam, nn.Parameter], SmallGrad] = {}  # of this backward
-        self.small_kept_back: dict[tuple[SmallParam, nn.Parameter], SmallGrad] = {}  # of earlier ones
+        self.small: dict[SmallKey, SmallGrad] = {}  # of this backward
+        self.small_kept_back: dict[SmallKey, SmallGrad] = {}  # of earlier ones
 
     @property
     def _stages(self) -> tuple[Stage, ...]:
@@ -341,10 +363,16 @@ class Reducer:
 
     def collect(self, small: SmallParam, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Add this use's gradient to what the end of the backward reduces."""
-        check_grad(param, small.fqn)
+        before = param.grad
+        if before is not None and getattr(before, "_spec", None) is not param._spec:
+            check_grad(param, small.fqn)
+        key = small, id(param)
+        if small.tp is None and type(grad) is torch.Tensor and key not in self.small:
+            self.small[key] = param, grad, False
+            return
         with plain_ops():
             local, owes_tp_sum = small.local_grad(grad)
-            self.small[small, param] = _sum_of(small, self.small.get((small, param)), (local, owes_tp_sum))
+            self.small[key] = _sum_of(small, self.small.get(key), (param, local, owes_tp_sum))
 
     def reduce_now(self, small: SmallParam, param: nn.Parameter, grad: torch.Tensor) -> DTensor:
         """The reduced gradient of one use, for a parameter whose gradient autograd itself wants."""
@@ -359,31 +387,27 @@ class Reducer:
 
     def _reduce_small(self) -> None:
         """One all-reduce an axis for all of them (one a dtype); before it, one over tp for those that owe it."""
-        entries = sorted(self.small_kept_back.items(), key=lambda item: (not item[1][1], item[0][0].serial))
+        entries = sorted(self.small_kept_back.items(), key=lambda item: (not item[1][2], item[0][0].serial))
         self.small_kept_back = {}
         if self._runtime.config.check_param_states:
             check_peers(self._runtime, [small for (small, _), _ in entries], "gradients")
-        groups: dict[tuple, list[tuple[SmallParam, nn.Parameter, torch.Tensor, bool]]] = {}
-        for (small, param), (local, owes) in entries:
+        groups: dict[tuple, list[tuple[SmallParam, nn.Parameter, torch.Tensor]]] = {}
+        for (small, _), (param, local, owes) in entries:
             key = (small.reduce_dtype, small.tp.mesh.get_group().group_name if owes else None)
-            groups.setdefault(key, []).append((small, param, local, owes))
+            groups.setdefault(key, []).append((small, param, local))
         for (dtype, tp_group), group in groups.items():
             if tp_group is not None:
-                flat = torch.cat([local.reshape(-1) for _, _, local, _ in group]).to(dtype)
+                flat = _joined([local for _, _, local in group], dtype)
                 dist.all_reduce(flat, group=group[0][0].tp.mesh.get_group())
-                parts = flat.split([local.numel() for _, _, local, _ in group])
-                whole = [(s, p, part.view(local.shape), False) for (s, p, local, _), part in zip(group, parts)]
-                groups[dtype, tp_group] = whole
+                parts = _parts_of(flat, [local for _, _, local in group])
+                groups[dtype, tp_group] = [(small, param, part) for (small, param, _), part in zip(group, parts)]
         for dtype in dict.fromkeys(dtype for dtype, _ in groups):
             group = [entry for (of, _), entries in groups.items() if of == dtype for entry in entries]
-            flat = torch.cat([local.reshape(-1) for _, _, local, _ in group]).to(dtype)
+            grads = [grad for _, _, grad in group]
+            flat = _joined(grads, dtype)
             for transport in self._runtime.domain.transports:
                 transport.all_reduce(flat)
-            parts = flat.split([local.numel() for _, _, local, _ in group])
-            for (_, param, local, _), part in zip(group, parts):
-                accumulate(
-                    param, part.view(local.shape), self._runtime.gradient_scale
-                )  # gradients are views of one buffer
+            accumulate([param for _, param, _ in group], flat, grads, self._runtime.gradient_scale)
             self._runtime.counters.num_small_reductions += 1
 
     # ---- draining
@@ -403,9 +427,11 @@ class Reducer:
         assert not syncs_gradients or self.num_pending == 0
 
     def _merge_small(self) -> None:
-        for (small, param), grad in self.small.items():
-            before = self.small_kept_back.get((small, param))
-            self.small_kept_back[small, param] = _sum_of(small, before, grad)
+        if not self.small_kept_back:
+            self.small_kept_back, self.small = self.small, {}
+            return
+        for key, grad in self.small.items():
+            self.small_kept_back[key] = _sum_of(key[0], self.small_kept_back.get(key), grad)
         self.small = {}
 
     def _bring_out(self) -> None:
@@ -439,15 +465,15 @@ def _sum_of(small: SmallParam, before: SmallGrad | None, grad: SmallGrad) -> Sma
     if before is None:
         return grad
     dtype = small.reduce_dtype
-    (one, owes), (other, other_owes) = before, grad
+    (param, one, owes), (_, other, other_owes) = before, grad
     one, other = one.to(dtype), other.to(dtype)
     if owes == other_owes:
-        return one + other, owes
+        return param, one + other, owes
     # One use sees a part of the sequence, another all of it: settle the partial one now.
     partial, done = (one, other) if owes else (other, one)
     partial = partial.clone()
     dist.all_reduce(partial, group=small.tp.mesh.get_group())
-    return done + partial, False
+    return param, done + partial, False
 
 
 def _room_in_grad(param: nn.Parameter) -> tuple[torch.Tensor | None, bool]:
