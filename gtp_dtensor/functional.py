@@ -235,7 +235,8 @@ class _Linear(torch.autograd.Function):
         if weight_edge is not _UNUSED:
             runtime.reducer.make_room()  # before the next unsharded gradient is in memory
             grad = linear_weight_grad(rows, x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight.reduce_dtype)
-            grad_weight = reduce_weight_grad(weight, param, grad, weight_edge)
+            returned = weight_edge is _CAPTURED or wants_gradient_returned(param)
+            grad_weight = runtime.reducer.launch(weight, param, grad, returned)
             del grad
         if lease is not None and not dgrad_first:
             lease.wait()

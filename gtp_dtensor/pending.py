@@ -67,10 +67,11 @@ class PendingSum:
 
     def add_to(self, into: torch.Tensor, scale: float = 1.0) -> None:
         """Wait. ``into += scale * the summed rows``; :meth:`release` follows. Once, and instead of :meth:`rows`."""
+        own = self._own()
         if scale == 1.0:
-            into.add_(self._own())
+            into.add_(own)  # parsed faster than with alpha
         else:
-            into.add_(self._own(), alpha=scale)  # in the wider of both dtypes, rounded once
+            into.add_(own, alpha=scale)  # in the wider of both dtypes, rounded once
 
     def _own(self) -> torch.Tensor:
         self._transfer.wait()
