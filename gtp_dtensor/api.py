@@ -11,11 +11,12 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from . import functional
+from .counters import WeightCounters
 from .members import STATE, ModuleState, model_members, model_runtimes
 from .plan import clean_fqn
 from .runtime import Runtime
 from .schedule import IN_BACKWARD, Kind, Use, is_out_of_reach
-from .weight import ShardedWeight, WeightCounters
+from .weight import ShardedWeight
 
 
 def finalize_grads(model: nn.Module) -> None:

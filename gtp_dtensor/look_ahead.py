@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from .counters import WeightCounters
 from .modes import plain_ops
 from .schedule import IN_BACKWARD, Use, is_out_of_reach
-from .weight import ShardedWeight, WeightCounters
+from .weight import ShardedWeight
 
 if TYPE_CHECKING:
     from .runtime import Runtime

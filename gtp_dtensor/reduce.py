@@ -27,6 +27,7 @@ from .checks import check_peers
 from .layout import RowCut, new_dtensor, share_storage
 from .modes import is_plain, own_ops, plain_ops
 from .pending import Pending, PendingParts, PendingPush, PendingSum, Stage, scaled
+from .small import accumulate, joined, parts_of
 from .transport import SUMMED_DTYPES, CollectiveTransport
 
 if TYPE_CHECKING:
@@ -46,36 +47,6 @@ def check_grad(param: torch.Tensor, fqn: str) -> None:
             f"{fqn}: .grad has placements {found}, the parameter {param._spec.placements}: set .grad to None or to a "
             "DTensor placed like the parameter"
         )
-
-
-def _joined(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Their elements in one vector of ``dtype``."""
-    return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]).to(dtype)
-
-
-def _parts_of(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of ``flat``, one after the other, with the shapes of ``like``."""
-    parts = flat.split([tensor.numel() for tensor in like])
-    return [part if tensor.dim() == 1 else part.view(tensor.shape) for part, tensor in zip(parts, like)]
-
-
-def accumulate(params: list[nn.Parameter], flat: torch.Tensor, like: list[torch.Tensor], scale: float) -> None:
-    """``param.grad += scale * its part of flat``, which is ours to keep: new gradients are views of it."""
-    dtype, *others = dict.fromkeys(param.dtype for param in params)
-    if not others:
-        flat = scaled(flat, dtype, scale)
-    grads, added = [], []
-    for param, part in zip(params, _parts_of(flat, like)):
-        if others:
-            part = scaled(part, param.dtype, scale)
-        grad = param.grad
-        if grad is None:
-            param.grad = new_dtensor(part, param._spec)
-        else:
-            grads.append(grad._local_tensor)
-            added.append(part)
-    if grads:
-        torch._foreach_add_(grads, added)
 
 
 class _Way(Enum):
@@ -248,11 +219,11 @@ class Reducer:
         transport, cut, counters, dtype = self._transport, weight.cut, weight.counters, weight.reduce_dtype
         counters.num_reductions += 1
         way = self._ways.get(dtype) or self._way_of(dtype)
+        buffer = grad if weight.tp is None else _own_gradient(weight, grad)
+        if buffer.dtype is not dtype:
+            buffer = buffer.to(dtype)
         if way is _PUSHED:
-            return self._push(weight, param, grad, returned)
-        buffer = grad
-        if weight.tp is not None or grad.dtype is not dtype:
-            buffer = self._own_gradient(weight, grad)
+            return self._push(weight, param, buffer, returned)
         if buffer.shape != weight.buffer_shape or not buffer.is_contiguous():
             buffer = cut.pack(buffer)
         if transport.size > 1:
@@ -276,7 +247,7 @@ class Reducer:
     def _push(self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, returned: bool) -> PendingPush:
         """Through memory of the peers: no padding travels, and where nothing follows the sum it is made in ``.grad``."""
         runtime, counters = self._runtime, weight.counters
-        grad = self._own_gradient(weight, grad).contiguous()
+        grad = grad.contiguous()
         counters.reduce_bytes += grad.nbytes
         scale, adds = 1.0, False
         total = None
@@ -338,15 +309,6 @@ class Reducer:
         is_spare = borrowed is None or not share_storage(sent, borrowed)
         return PendingParts(weight, param, parts, shape, transfer, sent if is_spare else None)
 
-    def _own_gradient(self, weight: ShardedWeight, grad: torch.Tensor) -> torch.Tensor:
-        """Of the TP-local weight, in ``reduce_dtype``."""
-        if weight.tp is not None:
-            grad, owes_tp_sum = weight.tp.unwrap_grad(grad)
-            if owes_tp_sum:
-                grad = grad.clone()
-                dist.all_reduce(grad, group=weight.tp.mesh.get_group())
-        return grad if grad.dtype == weight.reduce_dtype else grad.to(weight.reduce_dtype)
-
     def gradient_buffer(self, weight: ShardedWeight, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the gradient of the gathered weight, not initialised, which :meth:`launch` takes as it is: of
         ``weight.buffer_shape``, with zeros as padding, or where that is not what is sent, of the weight's own shape."""
@@ -397,14 +359,14 @@ class Reducer:
             groups.setdefault(key, []).append((small, param, local))
         for (dtype, tp_group), group in groups.items():
             if tp_group is not None:
-                flat = _joined([local for _, _, local in group], dtype)
+                flat = joined([local for _, _, local in group], dtype)
                 dist.all_reduce(flat, group=group[0][0].tp.mesh.get_group())
-                parts = _parts_of(flat, [local for _, _, local in group])
+                parts = parts_of(flat, [local for _, _, local in group])
                 groups[dtype, tp_group] = [(small, param, part) for (small, param, _), part in zip(group, parts)]
         for dtype in dict.fromkeys(dtype for dtype, _ in groups):
             group = [entry for (of, _), entries in groups.items() if of == dtype for entry in entries]
             grads = [grad for _, _, grad in group]
-            flat = _joined(grads, dtype)
+            flat = joined(grads, dtype)
             for transport in self._runtime.domain.transports:
                 transport.all_reduce(flat)
             accumulate([param for _, param, _ in group], flat, grads, self._runtime.gradient_scale)
@@ -458,6 +420,15 @@ class Reducer:
         for stage in self._stages:
             stage.drop()
         self.small, self.kept_back, self.small_kept_back = {}, {}, {}
+
+
+def _own_gradient(weight: ShardedWeight, grad: torch.Tensor) -> torch.Tensor:
+    """Of the TP-local weight, from that of the weight on its tp mesh."""
+    grad, owes_tp_sum = weight.tp.unwrap_grad(grad)
+    if owes_tp_sum:
+        grad = grad.clone()
+        dist.all_reduce(grad, group=weight.tp.mesh.get_group())
+    return grad
 
 
 def _sum_of(small: SmallParam, before: SmallGrad | None, grad: SmallGrad) -> SmallGrad:

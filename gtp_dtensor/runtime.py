@@ -11,13 +11,13 @@ import functools
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from .checks import check_peers
 from .config import GTPConfig
+from .counters import RuntimeCounters
 from .domain import Domain
 from .look_ahead import LookAhead, UseTimer
 from .modes import in_backward, plain_ops
@@ -34,18 +34,6 @@ if TYPE_CHECKING:
 
 _current_task, _is_grad_enabled = torch._C._current_graph_task_id, torch.is_grad_enabled
 _FORWARD, _INFERENCE, _RECOMPUTE, _BACKWARD = Kind  # looking a member up in its class costs more than a method call
-
-
-@dataclass(slots=True)
-class RuntimeCounters:
-    """What cannot be told weight by weight."""
-
-    num_mispredictions: int = 0
-    num_small_reductions: int = 0
-    num_refreshes: int = 0
-    num_fences: int = 0
-    live_lease_bytes: int = 0
-    peak_lease_bytes: int = 0
 
 
 class _BackwardEnd:

@@ -14,7 +14,8 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from .layout import TPLayout
+from .layout import TPLayout, new_dtensor
+from .pending import scaled
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -64,3 +65,33 @@ class SmallParam:
         if self.tp is not None:
             return self.tp.unwrap_grad(grad)
         return (grad.to_local() if isinstance(grad, DTensor) else grad), False
+
+
+def joined(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Their elements in one vector of ``dtype``."""
+    return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]).to(dtype)
+
+
+def parts_of(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of ``flat``, one after the other, with the shapes of ``like``."""
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part if tensor.dim() == 1 else part.view(tensor.shape) for part, tensor in zip(parts, like)]
+
+
+def accumulate(params: list[nn.Parameter], flat: torch.Tensor, like: list[torch.Tensor], scale: float) -> None:
+    """``param.grad += scale * its part of flat``, which is ours to keep: new gradients are views of it."""
+    dtype, *others = dict.fromkeys(param.dtype for param in params)
+    if not others:
+        flat = scaled(flat, dtype, scale)
+    grads, added = [], []
+    for param, part in zip(params, parts_of(flat, like)):
+        if others:
+            part = scaled(part, param.dtype, scale)
+        grad = param.grad
+        if grad is None:
+            param.grad = new_dtensor(part, param._spec)
+        else:
+            grads.append(grad._local_tensor)
+            added.append(part)
+    if grads:
+        torch._foreach_add_(grads, added)

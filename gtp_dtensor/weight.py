@@ -24,7 +24,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, fields
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -32,6 +31,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from .counters import WeightCounters
 from .layout import WeightLayout
 from .modes import is_plain, own_ops
 from .quantized import QuantizedShard
@@ -58,27 +58,6 @@ _LEGAL = {
     (_IN_FLIGHT, _ENDED),  # a prefetch that nobody used
     (_READY, _ENDED),
 }
-
-
-@dataclass(slots=True)
-class WeightCounters:
-    """What happened to one weight since the last reset. Summed over weights these make ``GTPStats``."""
-
-    num_forward_gathers: int = 0
-    num_recompute_gathers: int = 0
-    num_backward_gathers: int = 0
-    num_kept_at_turn: int = 0
-    num_prefetch_hits: int = 0
-    num_on_demand_gathers: int = 0
-    num_reductions: int = 0
-    num_replica_reductions: int = 0
-    num_quantizations: int = 0
-    gather_bytes: int = 0
-    reduce_bytes: int = 0
-
-    def reset(self) -> None:
-        for field in fields(self):
-            setattr(self, field.name, 0)
 
 
 class Lease:
