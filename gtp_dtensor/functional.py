@@ -226,7 +226,7 @@ class _Linear(torch.autograd.Function):
         if edges[0] is not _UNUSED:
             lease = runtime.acquire(weight, _BACKWARD, True, num_writes, dgrad_first)
             if dgrad_first:
-                grad_x = _input_grad(lease, rows, dtype, grad_y)
+                grad_x = _input_grad(lease, rows, dtype, grad_y, x)
         else:
             runtime.enter()
         weight_edge = edges[1]
@@ -240,20 +240,24 @@ class _Linear(torch.autograd.Function):
             del grad
         if lease is not None and not dgrad_first:
             lease.wait()
-            grad_x = _input_grad(lease, rows, dtype, grad_y)
+            grad_x = _input_grad(lease, rows, dtype, grad_y, x)
         if len(edges) > 2 and edges[2] is not _UNUSED:
             grad_bias = rows.sum(0)
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _input_grad(lease: Lease, rows: torch.Tensor, dtype: torch.dtype | None, grad_y: torch.Tensor) -> torch.Tensor:
-    """``rows`` W, with the leading dims of ``grad_y``. Releases the lease."""
+def _input_grad(
+    lease: Lease, rows: torch.Tensor, dtype: torch.dtype | None, grad_y: torch.Tensor, x: torch.Tensor | None
+) -> torch.Tensor:
+    """``rows`` W, with the shape of ``x``, or where that was not saved the leading dims of ``grad_y``. Releases the lease."""
     w = lease.read()
     grad_x = torch.mm(rows, w if dtype is None else w.to(dtype))
     del w
     if lease.weight.kept_lease is not lease:  # Runtime.release, written out
         lease.end()
-    return grad_x if rows is grad_y else grad_x.view(*grad_y.shape[:-1], grad_x.shape[1])
+    if rows is grad_y:
+        return grad_x
+    return grad_x.view(*grad_y.shape[:-1], grad_x.shape[1]) if x is None else grad_x.view_as(x)
 
 
 _apply_linear = fast_apply(_Linear)

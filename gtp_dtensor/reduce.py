@@ -463,8 +463,4 @@ def _room_in_grad(param: nn.Parameter) -> tuple[torch.Tensor | None, bool]:
 
 def wants_gradient_returned(param: nn.Parameter) -> bool:
     """Whether autograd has to get the reduced gradient itself: hooks must see it, or it flows on from a non-leaf."""
-    return (
-        not param.is_leaf
-        or bool(getattr(param, "_backward_hooks", None))
-        or bool(getattr(param, "_post_accumulate_grad_hooks", None))
-    )
+    return not param.is_leaf or bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
