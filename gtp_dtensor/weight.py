@@ -177,6 +177,15 @@ class ShardedWeight:
     up again at each use, since ``load_state_dict(assign=True)`` or ``to_empty`` replace it.
     """
 
+    # Side by side in memory, first what each use reads: those are thirty reads, of which caches hold few in a step.
+    __slots__ = (
+        "runtime index next_lease kept_lease generation num_writes compute_shard counters param _local _version "
+        "_local_version _counts_versions checks_states quantized is_read_as_gathered buffer_shape cut gathered_bytes _pieces "
+        "tp param_dtype _reduce_dtype send_shape shard_shape fqn role spec layout replica_cut first_stored_row num_local_rows "
+        "num_stored_rows tp_local_shape num_buffer_elements wire is_buffer_exact stored_shape piece_shape owners serial tokens "
+        "_piece _copy is_placed __weakref__"
+    ).split()
+
     def __init__(
         self,
         runtime: Runtime,
@@ -430,8 +439,9 @@ class ShardedWeight:
             )
 
     def __del__(self) -> None:
-        if self._pieces is not None:
-            self._pieces.abandon()
+        pieces = getattr(self, "_pieces", None)  # not there where __init__ raised
+        if pieces is not None:
+            pieces.abandon()
 
     # ---- leases
 

@@ -80,9 +80,9 @@ def num_calls(num_linears: int, replicas: str | None, config: GTPConfig, num_nor
     ("replicas", "config", "most"),
     [
         (None, GTPConfig(), 62),
-        (None, GTPConfig(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), 63),
-        ("optimizer_shard_mesh", GTPConfig(param_dtype=torch.bfloat16), 82),
-        ("replicate_mesh", GTPConfig(param_dtype=torch.bfloat16), 84),
+        (None, GTPConfig(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), 62),
+        ("optimizer_shard_mesh", GTPConfig(param_dtype=torch.bfloat16), 80),
+        ("replicate_mesh", GTPConfig(param_dtype=torch.bfloat16), 82),
     ],
     ids=["float32", "bfloat16", "optimizer_shards", "copies"],
 )
