@@ -206,7 +206,7 @@ class PendingPush:
 
     def abandon(self) -> None:
         """See :meth:`PendingSum.abandon`."""
-        self._ticket.wait()  # before the memory that it reads and writes is used for something else
+        self._ticket.release()  # before the memory that it reads and writes is used for something else
 
 
 Pending = PendingSum | PendingParts | PendingPush

@@ -284,21 +284,13 @@ class Runtime:
         looks_ahead = self._depth > 0 or kind is _BACKWARD or kind is _RECOMPUTE
         if not looks_ahead:
             weight.distrust_copy()
-        lease = weight.next_lease
-        if (
-            lease is None
-            or weight.kept_lease is not None
-            or weight.quantized is not None
-            or lease.generation != weight.generation
-        ):
+        lease, kept = weight.next_lease, weight.kept_lease
+        if lease is None or kept is not None or weight.quantized is not None or lease.generation != weight.generation:
             lease = self._take(weight, kind)
-        else:
+        else:  # what _take would do
             weight.next_lease = None
         if lease is None:
-            if weight.compute_shard is None or weight.checks_states:
-                self._make_ready(weight, kind)
-            lease = weight.gather(kind, False)
-            weight.counters.num_on_demand_gathers += 1
+            lease = self._gather_now(weight, kind)
         elif lease.prefetched:
             weight.counters.num_prefetch_hits += 1
         if waits or timer is not None:
@@ -306,18 +298,12 @@ class Runtime:
         if timer is not None:
             timer.ready()
         coming = schedule.next_use
-        if may_keep and (
-            kind is _RECOMPUTE
-            and self._has_room_to_keep(weight)
-            or kind is _FORWARD
-            and coming is not None
-            and coming.kind is _BACKWARD
-            and self._turns_at(weight, coming)
-        ):
-            self._keep(weight, lease, kind)
+        if may_keep and (kind is _RECOMPUTE or kind is _FORWARD and coming is not None and coming.kind is _BACKWARD):
+            if self._has_room_to_keep(weight) if kind is _RECOMPUTE else self._turns_at(weight, coming):
+                self._keep(weight, lease, kind)
         # Elsewhere a module was called by itself: what comes next is up to the user's code.
         if looks_ahead and coming is not None and self._prefetches:
-            self._prefetch(weight, kind)
+            self._prefetch(weight, kind, coming)
         return lease
 
     def release(self, lease: Lease) -> None:
@@ -342,6 +328,12 @@ class Runtime:
         if is_kept and lease.kind is _FORWARD:
             weight.counters.num_kept_at_turn += 1
         return lease
+
+    def _gather_now(self, weight: ShardedWeight, kind: Kind) -> Lease:
+        if weight.compute_shard is None or weight.checks_states:
+            self._make_ready(weight, kind)
+        weight.counters.num_on_demand_gathers += 1
+        return weight.gather(kind, False)
 
     def _make_ready(self, weight: ShardedWeight, kind: Kind) -> None:
         """For a gather: bring the compute shard up to date; checked where states are."""
@@ -387,12 +379,12 @@ class Runtime:
         farthest = self.config.look_ahead * len(self.weights) + 1
         return block_distance(peek, self._role, self._role(index), self.config.look_ahead, farthest)
 
-    def _prefetch(self, used: ShardedWeight, current: Kind) -> None:
+    def _prefetch(self, used: ShardedWeight, current: Kind, coming: Use) -> None:
         schedule, distance = self.schedule, self._usual_distance
         if distance is None or schedule.ahead is not None:
             distance = self.distance(used.index, schedule.peek, schedule.ahead)
         is_backward = current is _BACKWARD or current is _RECOMPUTE
-        for use in (schedule.next_use,) if distance == 1 else schedule.coming(distance):
+        for use in (coming,) if distance == 1 else schedule.coming(distance):
             index, kind, starts_pass = use
             is_like_this = (kind is _BACKWARD or kind is _RECOMPUTE) is is_backward and not starts_pass
             if not is_like_this and is_out_of_reach(use, is_backward):

@@ -86,10 +86,10 @@ class Transfer:
         self.tensors = ()
 
     def abandon(self) -> None:
-        """The model dies, and nobody waited: a GPU's stream has to be told before the memory is reused; a CPU's
-        collective holds its own tensors."""
-        if not self._is_done and self._home is not None:
-            self._work.wait()
+        """:meth:`release`, by who holds this and dies: perhaps nobody waited, and a GPU's stream has to be told before
+        the memory is reused; a CPU's collective holds its own tensors, and its peers may be gone."""
+        if self._home is not None:
+            self.release()
 
     def _hand_back(self) -> None:
         """The home stream waits for the transfer and for the readers on this stream."""

@@ -84,9 +84,11 @@ class PeerReads:
         transport.free_events.append(ready)
 
     def abandon(self) -> None:
-        """The model dies, and nobody waited."""
-        if self._ready is not None and not self._is_done:
+        """Who holds this dies, and perhaps nobody waited."""
+        if self._ready is not None:
             self._transport.fabric.wait(self._home, self._ready)
+            self._transport.free_events.append(self._ready)
+            self._ready = None
 
 
 class Ticket:
