@@ -118,7 +118,32 @@ def test_where_the_backward_reads_other_codes_nothing_stays(mesh):
             model(torch.randn(32, 64, requires_grad=True)).sum().backward()
         s = stats(model)
         assert (s.num_kept_at_turn, s.num_backward_gathers) == ((0, 2) if converts else (1, 1))
+        assert s.num_on_demand_gathers == 1  # of the first forward; the backward's first was issued ahead, or stayed
         assert s.num_mispredictions == s.live_lease_bytes == 0
+
+
+class Branches(nn.Module):
+    """The second one, of data, is computed last; its input needs no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 8, bias=False), nn.Linear(32, 8, bias=False)
+
+    def forward(self, x, data):
+        return self.first(x) + self.second(data)
+
+
+@ranks(2)
+def test_only_what_the_backward_begins_with_stays(mesh):
+    model = parallelize_module(Branches(), mesh, GTPStyle(min_numel=1))
+    for number in range(4):
+        reset_stats(model)
+        y = model(torch.randn(3, 16, requires_grad=True), torch.randn(3, 32))
+        # Of the first branch, issued ahead.
+        assert number < 2 or stats(model).live_lease_bytes == model.first.weight.numel() * 4
+        y.sum().backward()
+    s = stats(model)
+    assert (s.num_backward_gathers, s.num_kept_at_turn, s.num_mispredictions, s.live_lease_bytes) == (1, 0, 0, 0)
 
 
 @ranks(2)
