@@ -11,11 +11,12 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from . import functional
+from .counters import WeightCounters
 from .members import STATE, ModuleState, model_members, model_runtimes
 from .plan import clean_fqn
 from .runtime import Runtime
 from .schedule import IN_BACKWARD, Kind, Use, is_out_of_reach
-from .weight import ShardedWeight, WeightCounters
+from .weight import ShardedWeight
 
 
 def finalize_grads(model: nn.Module) -> None:
@@ -88,8 +89,8 @@ class GTPStats:
         num_forward_gathers: gathers issued for forward uses (training and inference).
         num_recompute_gathers: gathers issued for forwards re-run by activation checkpointing.
         num_backward_gathers: gathers issued for gradients of inputs.
-        num_kept_at_turn: gathers that were not: the weight that a forward ends with stays for the backward that begins with
-            it.
+        num_kept_at_turn: gradients of inputs without a gather: the weight that a forward ended with was still there for the
+            backward that began with it.
         num_prefetch_hits: uses whose gather had been issued ahead.
         num_on_demand_gathers: gathers issued at the use itself.
         num_mispredictions: uses other than the one that the schedule expected.
@@ -165,9 +166,9 @@ class ScheduleRow:
     """One use of one weight in the learned schedule.
 
     ``issued_at``: the position at whose use the gather is issued; its own position: on demand; None: no gather, the
-    weight is still there from its recompute, or from the forward's end. Microseconds of the device, None where no step was timed (see
-    :func:`time_next_step`): ``waits_us``, for the weight, which is exposed communication; ``computes_us``, from there to
-    the next use.
+    weight is still there from its recompute, or from the forward's end. Microseconds of the device, None where no step was
+    timed (see :func:`time_next_step`): ``waits_us``, for the weight, which is exposed communication; ``computes_us``, from
+    there to the next use.
     """
 
     position: int

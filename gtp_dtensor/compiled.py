@@ -126,12 +126,12 @@ def _gradients(
     """Of a linear: its input's, returned, and its weight's, whose reduction starts, in the order that the config says;
     None: not wanted."""
     runtime = weight.runtime
-    dgrad_first = not runtime.config.wgrad_before_dgrad
+    dgrad_first = runtime.dgrad_first
     grad_x = lease = None
     if input_grad is not None:
         # A write since the forward that is noticed only now differs from the number of a moment ago. Earlier ones change
         # the token's version, which autograd compares.
-        lease = runtime.acquire(weight, Kind.BACKWARD, True, weight.num_writes, waits=dgrad_first)
+        lease = runtime.acquire(weight, Kind.BACKWARD, True, weight.num_writes, dgrad_first)
     if lease is not None and dgrad_first:
         grad_x = input_grad(lease)
         runtime.release(lease)

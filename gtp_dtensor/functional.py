@@ -68,12 +68,19 @@ class Edge(Enum):
 # Looking a member up in its class costs more than a method call.
 _UNUSED, _ACCUMULATED, _CAPTURED = Edge
 _BACKWARD = Kind.BACKWARD
-_running_node, _will_run = torch._C._current_autograd_node, torch._C._will_engine_execute_node
+_will_run, _is_grad_enabled = torch._C._will_engine_execute_node, torch.is_grad_enabled
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
-def engine_edges() -> list[Edge]:
-    """One entry for each tensor input of the autograd node that is running, in order."""
-    return [edge_to(node) for node, _ in _running_node().next_functions]
+def engine_edges(node: torch.autograd.graph.Node) -> list[Edge]:
+    """One entry for each tensor input of ``node``, the autograd node (or its ``ctx``) that is running, in order."""
+    edges = []
+    for to, _ in node.next_functions:
+        try:
+            edges.append(_UNUSED if to is None or not _will_run(to) else _ACCUMULATED)
+        except RuntimeError:  # raised for a leaf exactly when autograd.grad captures it
+            edges.append(_CAPTURED)
+    return edges
 
 
 def edge_to(node: torch.autograd.graph.Node | None) -> Edge:
@@ -82,7 +89,7 @@ def edge_to(node: torch.autograd.graph.Node | None) -> Edge:
         return _UNUSED
     try:
         return _ACCUMULATED if _will_run(node) else _UNUSED
-    except RuntimeError:  # raised for a leaf exactly when autograd.grad captures it
+    except RuntimeError:  # see engine_edges
         return _CAPTURED
 
 
@@ -113,10 +120,14 @@ class _UseSmall(torch.autograd.Function):
         return small.read()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple:
+        if _is_grad_enabled():
+            return _small_backward_once(ctx, grad)
         small, param = ctx.use
-        return reduce_small_grad(small, param, grad, param_edge(param, engine_edges()[0])), None
+        (edge,) = engine_edges(ctx)
+        if edge is not _UNUSED and not param.requires_grad:
+            edge = param_edge(param, edge)
+        return reduce_small_grad(small, param, grad, edge), None
 
 
 def reduce_small_grad(small: SmallParam, param: nn.Parameter, grad: torch.Tensor, edge: Edge) -> DTensor | None:
@@ -131,6 +142,7 @@ def reduce_small_grad(small: SmallParam, param: nn.Parameter, grad: torch.Tensor
 
 
 _apply_use_small = fast_apply(_UseSmall)
+_small_backward_once = torch_once_differentiable(_UseSmall.backward)
 
 
 def use_small(module: nn.Module, name: str) -> torch.Tensor:
@@ -159,7 +171,7 @@ class _Materialize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple:
-        edge = param_edge(ctx.param, engine_edges()[0])
+        edge = param_edge(ctx.param, engine_edges(ctx)[0])
         if edge is _UNUSED:
             return None, None, None
         ctx.weight.runtime.enter()
@@ -189,59 +201,67 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x, param, bias, weight: ShardedWeight, kind: Kind, dtype: torch.dtype | None):
-        runtime = weight.runtime
-        lease = runtime.acquire(weight, kind)
+        lease = weight.runtime.acquire(weight, kind)
         w = lease.read()
         y = F.linear(x, w if dtype is None else w.to(dtype), bias)
         del w
-        runtime.release(lease)
+        if weight.kept_lease is not lease:  # Runtime.release, written out
+            lease.end()
         ctx.use = weight, param, dtype, weight.num_writes
-        ctx.save_for_backward(x if param.requires_grad else None)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
+        if _is_grad_enabled():
+            return _linear_backward_once(ctx, grad_y)
         # Unpacking comes first: it may re-run the whole checkpointed block, with its own uses of weights.
         (x,) = ctx.saved_tensors
         weight, param, dtype, num_writes = ctx.use
         runtime = weight.runtime
-        edges = engine_edges()
-        grad_x = grad_weight = grad_bias = None
+        edges = engine_edges(ctx)
+        grad_x = grad_weight = grad_bias = lease = None
         rows = grad_y if grad_y.dim() == 2 else grad_y.reshape(-1, grad_y.shape[-1])
-        dgrad_first = not runtime.config.wgrad_before_dgrad
-        lease = None
+        dgrad_first = runtime.dgrad_first
         if edges[0] is not _UNUSED:
-            lease = runtime.acquire(weight, _BACKWARD, True, num_writes, waits=dgrad_first)
+            lease = runtime.acquire(weight, _BACKWARD, True, num_writes, dgrad_first)
+            if dgrad_first:
+                grad_x = _input_grad(lease, rows, dtype, grad_y, x)
         else:
             runtime.enter()
-        if lease is not None and dgrad_first:
-            grad_x = _input_grad(lease, rows, dtype, grad_y.shape)
-        has_bias_grad = len(edges) > 2 and edges[2] is not _UNUSED
-        weight_edge = param_edge(param, edges[1])
+        weight_edge = edges[1]
+        if weight_edge is not _UNUSED and not param.requires_grad:
+            weight_edge = param_edge(param, weight_edge)
         if weight_edge is not _UNUSED:
             runtime.reducer.make_room()  # before the next unsharded gradient is in memory
             grad = linear_weight_grad(rows, x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight.reduce_dtype)
-            grad_weight = reduce_weight_grad(weight, param, grad, weight_edge)
+            returned = weight_edge is _CAPTURED or wants_gradient_returned(param)
+            grad_weight = runtime.reducer.launch(weight, param, grad, returned)
             del grad
         if lease is not None and not dgrad_first:
             lease.wait()
-            grad_x = _input_grad(lease, rows, dtype, grad_y.shape)
-        if has_bias_grad:
+            grad_x = _input_grad(lease, rows, dtype, grad_y, x)
+        if len(edges) > 2 and edges[2] is not _UNUSED:
             grad_bias = rows.sum(0)
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _input_grad(lease: Lease, rows: torch.Tensor, dtype: torch.dtype | None, shape: torch.Size) -> torch.Tensor:
-    """``rows`` W, with the leading dims of ``shape``. Releases the lease."""
+def _input_grad(
+    lease: Lease, rows: torch.Tensor, dtype: torch.dtype | None, grad_y: torch.Tensor, x: torch.Tensor | None
+) -> torch.Tensor:
+    """``rows`` W, with the shape of ``x``, or where that was not saved the leading dims of ``grad_y``. Releases the lease."""
     w = lease.read()
     grad_x = torch.mm(rows, w if dtype is None else w.to(dtype))
     del w
-    lease.weight.runtime.release(lease)
-    return grad_x if len(shape) == 2 else grad_x.view(*shape[:-1], grad_x.shape[1])
+    if lease.weight.kept_lease is not lease:  # Runtime.release, written out
+        lease.end()
+    if rows is grad_y:
+        return grad_x
+    return grad_x.view(*grad_y.shape[:-1], grad_x.shape[1]) if x is None else grad_x.view_as(x)
 
 
 _apply_linear = fast_apply(_Linear)
+_linear_backward_once = torch_once_differentiable(_Linear.backward)
 
 
 def gathered_backward(
@@ -261,11 +281,11 @@ def gathered_backward(
         weight_grad: the gradient of the gathered weight, in memory of its own.
     """
     runtime = weight.runtime
-    edges = engine_edges()
+    edges = engine_edges(torch._C._current_autograd_node())
     grad_x = grad_weight = lease = None
-    dgrad_first = not runtime.config.wgrad_before_dgrad
+    dgrad_first = runtime.dgrad_first
     if edges[0] is not _UNUSED:
-        lease = runtime.acquire(weight, _BACKWARD, True, num_writes, waits=dgrad_first)
+        lease = runtime.acquire(weight, _BACKWARD, True, num_writes, dgrad_first)
     else:
         runtime.enter()
     if lease is not None and dgrad_first:
@@ -288,7 +308,9 @@ def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         return compiled.linear(module, x)
     weight = weight_of(module, "weight")
     bias = None if module._parameters.get("bias") is None else use_small(module, "bias")
-    x, bias, dtype = cast_inputs(x, bias, weight.compute_dtype, weight.runtime.config.param_dtype is not None)
+    param_dtype, dtype = weight.param_dtype, None
+    if bias is not None or param_dtype is not None and x.dtype is not param_dtype or _is_any_autocast_enabled():
+        x, bias, dtype = cast_inputs(x, bias, weight.compute_dtype, param_dtype is not None)
     return _apply_linear(x, weight.param, bias, weight, weight.runtime.forward_kind(), dtype)
 
 
@@ -325,7 +347,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
         ids, outside = ctx.saved_tensors
         weight, param, num_rows, padding_idx, scale_by_freq = ctx.use
-        edge = param_edge(param, engine_edges()[1])
+        edge = param_edge(param, engine_edges(ctx)[1])
         if edge is _UNUSED:
             return (None,) * 6
         weight.runtime.enter()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from .counters import WeightCounters
 from .modes import plain_ops
 from .schedule import IN_BACKWARD, Use, is_out_of_reach
 from .weight import ShardedWeight
@@ -236,11 +237,12 @@ class LookAhead:
 
 
 def _time_gather(weight: ShardedWeight, use: Use) -> int:
-    timer, num_bytes = UseTimer(weight.runtime.domain.device), weight.counters.gather_bytes
+    timer, counters = UseTimer(weight.runtime.domain.device), weight.counters
+    weight.counters = WeightCounters()
     timer.arrive()
     lease = weight.gather(use.kind, False)
     lease.wait()
     timer.ready()
     lease.end()
-    weight.counters.gather_bytes = num_bytes
+    weight.counters = counters
     return timer.timings()[0].waits

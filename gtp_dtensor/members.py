@@ -76,24 +76,23 @@ def _like(member: Member, param: nn.Parameter, runtime: Runtime) -> Member:
 
 def weight_of(module: nn.Module, name: str) -> ShardedWeight:
     """The weight behind ``module``'s parameter ``name`` as it is registered now."""
-    return _current(module, name, module.__dict__[STATE].weights)
+    weights = module.__dict__[STATE].weights
+    weight = weights[name]
+    if module._parameters.get(name) is not weight.param:
+        weight = weights[name] = _follow(weight, module, name, weight.runtime.live_weights())
+    return weight
 
 
 def small_of(module: nn.Module, name: str) -> SmallParam:
     """The whole parameter ``name`` of ``module`` as it is registered now."""
-    return _current(module, name, module.__dict__[STATE].smalls)
+    smalls = module.__dict__[STATE].smalls
+    small = smalls[name]
+    if module._parameters.get(name) is not small.param:
+        small = smalls[name] = _follow(small, module, name, small.runtime.live_smalls())
+    return small
 
 
-def _current(module: nn.Module, name: str, table: dict[str, Member]) -> Member:
-    member = table[name]
-    if module._parameters.get(name) is not member.param:
-        runtime = member.runtime
-        peers = runtime.live_weights() if isinstance(member, ShardedWeight) else runtime.live_smalls()
-        member = table[name] = _follow(member, module, name, peers)
-    return member
-
-
-def _follow(member: Member, module: nn.Module, name: str, peers) -> Member:
+def _follow(member: Member, module: nn.Module, name: str, peers: list[Member]) -> Member:
     """The member for a parameter that was replaced (``to_empty``, ``assign=True``), re-tied or untied."""
     param = module._parameters.get(name)
     if param is None:

@@ -67,7 +67,11 @@ class PendingSum:
 
     def add_to(self, into: torch.Tensor, scale: float = 1.0) -> None:
         """Wait. ``into += scale * the summed rows``; :meth:`release` follows. Once, and instead of :meth:`rows`."""
-        into.add_(self._own(), alpha=scale)  # in the wider of both dtypes, rounded once
+        own = self._own()
+        if scale == 1.0:
+            into.add_(own)  # parsed faster than with alpha
+        else:
+            into.add_(own, alpha=scale)  # in the wider of both dtypes, rounded once
 
     def _own(self) -> torch.Tensor:
         self._transfer.wait()
@@ -77,6 +81,10 @@ class PendingSum:
     def release(self) -> None:
         """What reads the result is enqueued, or nobody wants it."""
         self._transfer.release()
+
+    def abandon(self) -> None:
+        """The model dies while this is in flight."""
+        self._transfer.abandon()
 
 
 class PendingParts:
@@ -146,6 +154,10 @@ class PendingParts:
         self._transfer.release()
         self._spare = None
 
+    def abandon(self) -> None:
+        """See :meth:`PendingSum.abandon`."""
+        self._transfer.abandon()
+
 
 class PendingPush:
     """The same where each rank's rows are written into its memory by its peers, and summed by a kernel that is enqueued
@@ -192,6 +204,10 @@ class PendingPush:
         self._ticket.release()
         self._grad = self._total = None
 
+    def abandon(self) -> None:
+        """See :meth:`PendingSum.abandon`."""
+        self._ticket.release()  # before the memory that it reads and writes is used for something else
+
 
 Pending = PendingSum | PendingParts | PendingPush
 
@@ -203,28 +219,32 @@ class Stage:
         proceed: is given each that is to be received, and waits for it.
 
     Attributes:
-        in_flight: these, to be counted only.
+        in_flight: these; always the same object.
+        add: one more, just started.
     """
 
     def __init__(self, proceed: Callable[[Pending], None]) -> None:
         self._proceed = proceed
         self.in_flight: deque[Pending] = deque()
+        self.add = self.in_flight.append
 
     def __len__(self) -> int:
         return len(self.in_flight)
-
-    def add(self, reduction: Pending) -> None:
-        """One more, just started."""
-        self.in_flight.append(reduction)
 
     def receive(self, most: int = 0) -> None:
         """Receive the oldest ones until at most ``most`` are in flight."""
         while len(self.in_flight) > most:
             reduction = self.in_flight.popleft()
-            self._proceed(reduction)
-            reduction.release()
+            try:
+                self._proceed(reduction)
+            finally:
+                reduction.release()
 
     def drop(self) -> None:
         """Wait for all, and let go of what they brought."""
         while self.in_flight:
             self.in_flight.popleft().release()
+
+    def __del__(self) -> None:
+        for reduction in self.in_flight:
+            reduction.abandon()

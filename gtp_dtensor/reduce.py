@@ -14,6 +14,7 @@ is a mean over its own samples), or summed (the loss is already divided by the g
 from __future__ import annotations
 
 import logging
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,7 @@ from .checks import check_peers
 from .layout import RowCut, new_dtensor, share_storage
 from .modes import is_plain, own_ops, plain_ops
 from .pending import Pending, PendingParts, PendingPush, PendingSum, Stage, scaled
+from .small import accumulate, joined, parts_of
 from .transport import SUMMED_DTYPES, CollectiveTransport
 
 if TYPE_CHECKING:
@@ -47,18 +49,20 @@ def check_grad(param: torch.Tensor, fqn: str) -> None:
         )
 
 
-def accumulate(param: torch.Tensor, local: torch.Tensor, scale: float) -> None:
-    """``param.grad += scale * local``. ``local`` is ours to keep."""
-    local = scaled(local, param.dtype, scale)
-    grad = param.grad
-    if grad is None:
-        param.grad = new_dtensor(local, param._spec)
-    else:
-        grad._local_tensor.add_(local)
+class _Way(Enum):
+    """How a gradient is summed over gtp."""
+
+    SUMMED = 1  # by a collective
+    SUMMED_HERE = 2  # of all ranks' parts, see accumulation.py
+    PUSHED = 3  # through memory of the peers
 
 
-# (local gradient so far, whether its sum over tp is still owed)
-SmallGrad = tuple[torch.Tensor, bool]
+_SUMMED, _SUMMED_HERE, _PUSHED = _Way
+
+# (the leaf that the forward read, its local gradient so far, whether its sum over tp is still owed)
+SmallGrad = tuple[nn.Parameter, torch.Tensor, bool]
+# Tensors are hashed in Python, numbers are not. What is kept under the number keeps the leaf alive.
+SmallKey = tuple["SmallParam", int]
 
 
 class Reducer:
@@ -67,17 +71,21 @@ class Reducer:
     def __init__(self, runtime: Runtime) -> None:
         domain = runtime.domain
         self._runtime = runtime
+        self._transport = runtime.transport
+        self._is_async = runtime.config.async_reduction
+        self._ways: dict[torch.dtype, _Way] = {}
         self._over_shards = domain.shard_transport
         self._over_copies = domain.replicate_transport
         self._most_pending = runtime.config.graph_wgrad_ring_size - 1
         self._has_replicas = self._over_shards is not None or self._over_copies is not None
         self.pending = Stage(self._to_replicas if self._has_replicas else self._accumulate)  # over gtp
+        self._in_flight = self.pending.in_flight
         self._to_shards = Stage(self._accumulate if self._over_copies is None else self._from_shards)
         self._to_copies = Stage(self._from_copies)
         self._back_to_copies = Stage(self._accumulate)  # sums that each copy made a part of
         self.kept_back: dict[tuple[ShardedWeight, nn.Parameter], torch.Tensor] = {}  # summed over gtp only
-        self.small: dict[tuple[SmallParam, nn.Parameter], SmallGrad] = {}  # of this backward
-        self.small_kept_back: dict[tuple[SmallParam, nn.Parameter], SmallGrad] = {}  # of earlier ones
+        self.small: dict[SmallKey, SmallGrad] = {}  # of this backward
+        self.small_kept_back: dict[SmallKey, SmallGrad] = {}  # of earlier ones
 
     @property
     def _stages(self) -> tuple[Stage, ...]:
@@ -93,7 +101,7 @@ class Reducer:
 
     def make_room(self) -> None:
         """Before another unsharded gradient is allocated: receive the oldest ones in flight."""
-        if len(self.pending.in_flight) > self._most_pending:
+        if len(self._in_flight) > self._most_pending:
             if is_plain():
                 self.pending.receive(self._most_pending)
             else:
@@ -181,8 +189,11 @@ class Reducer:
         Unless ``is_borrowed``, the memory of ``grad`` is given away: nobody else may read it any more.
         """
         if not returned:
-            check_grad(param, weight.fqn)
-        self.make_room()
+            before = param.grad
+            if before is not None and getattr(before, "_spec", None) is not param._spec:
+                check_grad(param, weight.fqn)
+        if len(self._in_flight) > self._most_pending:
+            self.make_room()
         if is_plain():
             reduction = self._start(weight, param, grad, returned, is_borrowed)
         else:
@@ -194,8 +205,8 @@ class Reducer:
                 local = reduction.rows(param.dtype, self._runtime.gradient_scale)
             reduction.release()
             return new_dtensor(local, param._spec)
-        self.pending.add(reduction)
-        if not self._runtime.config.async_reduction:
+        self._in_flight.append(reduction)
+        if not self._is_async:
             with plain_ops():
                 self.pending.receive()
         return None
@@ -205,23 +216,38 @@ class Reducer:
     def _start(
         self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, returned: bool, is_borrowed: bool
     ) -> Pending:
-        runtime, cut, counters, shape = self._runtime, weight.cut, weight.counters, weight.shard_shape
+        transport, cut, counters, dtype = self._transport, weight.cut, weight.counters, weight.reduce_dtype
         counters.num_reductions += 1
-        if runtime.transport.pushes(weight.reduce_dtype):
-            return self._push(weight, param, grad, returned)
-        buffer = self._reduction_input(weight, grad)
-        if runtime.transport.size > 1:
+        way = self._ways.get(dtype) or self._way_of(dtype)
+        buffer = grad if weight.tp is None else _own_gradient(weight, grad)
+        if buffer.dtype is not dtype:
+            buffer = buffer.to(dtype)
+        if way is _PUSHED:
+            return self._push(weight, param, buffer, returned)
+        if buffer.shape != weight.buffer_shape or not buffer.is_contiguous():
+            buffer = cut.pack(buffer)
+        if transport.size > 1:
             counters.reduce_bytes += buffer.nbytes
-        if sums_here(runtime.config.reduce_scatter_with_fp32_accumulation, runtime.transport.size, buffer.dtype):
+        if way is _SUMMED_HERE:
             borrowed = None if not is_borrowed else grad._local_tensor if isinstance(grad, DTensor) else grad
-            return self._exchange(runtime.transport, weight, param, buffer, shape, cut.dim, borrowed)
-        out = buffer.new_empty(weight.send_shape)
-        return PendingSum(weight, param, out, shape, runtime.transport.reduce_scatter(out, buffer, cut.dim))
+            return self._exchange(transport, weight, param, buffer, weight.shard_shape, cut.dim, borrowed)
+        out = buffer.new_empty(*weight.send_shape)
+        return PendingSum(weight, param, out, weight.shard_shape, transport.reduce_scatter(out, buffer, cut.dim))
+
+    def _way_of(self, dtype: torch.dtype) -> _Way:
+        """How gradients that travel in ``dtype`` are summed over gtp: the same for as long as this lives."""
+        switch = self._runtime.config.reduce_scatter_with_fp32_accumulation
+        if self._transport.pushes(dtype):
+            way = _PUSHED
+        else:
+            way = _SUMMED_HERE if sums_here(switch, self._transport.size, dtype) else _SUMMED
+        self._ways[dtype] = way
+        return way
 
     def _push(self, weight: ShardedWeight, param: nn.Parameter, grad: torch.Tensor, returned: bool) -> PendingPush:
         """Through memory of the peers: no padding travels, and where nothing follows the sum it is made in ``.grad``."""
         runtime, counters = self._runtime, weight.counters
-        grad = self._own_gradient(weight, grad).contiguous()
+        grad = grad.contiguous()
         counters.reduce_bytes += grad.nbytes
         scale, adds = 1.0, False
         total = None
@@ -283,19 +309,6 @@ class Reducer:
         is_spare = borrowed is None or not share_storage(sent, borrowed)
         return PendingParts(weight, param, parts, shape, transfer, sent if is_spare else None)
 
-    def _own_gradient(self, weight: ShardedWeight, grad: torch.Tensor) -> torch.Tensor:
-        """Of the TP-local weight, in ``reduce_dtype``."""
-        if weight.tp is not None:
-            grad, owes_tp_sum = weight.tp.unwrap_grad(grad)
-            if owes_tp_sum:
-                grad = grad.clone()
-                dist.all_reduce(grad, group=weight.tp.mesh.get_group())
-        return grad if grad.dtype == weight.reduce_dtype else grad.to(weight.reduce_dtype)
-
-    def _reduction_input(self, weight: ShardedWeight, grad: torch.Tensor) -> torch.Tensor:
-        grad = self._own_gradient(weight, grad)
-        return grad if grad.shape == weight.buffer_shape and grad.is_contiguous() else weight.cut.pack(grad)
-
     def gradient_buffer(self, weight: ShardedWeight, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the gradient of the gathered weight, not initialised, which :meth:`launch` takes as it is: of
         ``weight.buffer_shape``, with zeros as padding, or where that is not what is sent, of the weight's own shape."""
@@ -312,10 +325,16 @@ class Reducer:
 
     def collect(self, small: SmallParam, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Add this use's gradient to what the end of the backward reduces."""
-        check_grad(param, small.fqn)
+        before = param.grad
+        if before is not None and getattr(before, "_spec", None) is not param._spec:
+            check_grad(param, small.fqn)
+        key = small, id(param)
+        if small.tp is None and type(grad) is torch.Tensor and key not in self.small:
+            self.small[key] = param, grad, False
+            return
         with plain_ops():
             local, owes_tp_sum = small.local_grad(grad)
-            self.small[small, param] = _sum_of(small, self.small.get((small, param)), (local, owes_tp_sum))
+            self.small[key] = _sum_of(small, self.small.get(key), (param, local, owes_tp_sum))
 
     def reduce_now(self, small: SmallParam, param: nn.Parameter, grad: torch.Tensor) -> DTensor:
         """The reduced gradient of one use, for a parameter whose gradient autograd itself wants."""
@@ -330,30 +349,27 @@ class Reducer:
 
     def _reduce_small(self) -> None:
         """One all-reduce an axis for all of them (one a dtype); before it, one over tp for those that owe it."""
-        entries = sorted(self.small_kept_back.items(), key=lambda item: (not item[1][1], item[0][0].serial))
+        entries = sorted(self.small_kept_back.items(), key=lambda item: (not item[1][2], item[0][0].serial))
         self.small_kept_back = {}
         if self._runtime.config.check_param_states:
             check_peers(self._runtime, [small for (small, _), _ in entries], "gradients")
-        groups: dict[tuple, list[tuple[SmallParam, nn.Parameter, torch.Tensor, bool]]] = {}
-        for (small, param), (local, owes) in entries:
+        groups: dict[tuple, list[tuple[SmallParam, nn.Parameter, torch.Tensor]]] = {}
+        for (small, _), (param, local, owes) in entries:
             key = (small.reduce_dtype, small.tp.mesh.get_group().group_name if owes else None)
-            groups.setdefault(key, []).append((small, param, local, owes))
+            groups.setdefault(key, []).append((small, param, local))
         for (dtype, tp_group), group in groups.items():
             if tp_group is not None:
-                flat = torch.cat([local.reshape(-1) for _, _, local, _ in group]).to(dtype)
+                flat = joined([local for _, _, local in group], dtype)
                 dist.all_reduce(flat, group=group[0][0].tp.mesh.get_group())
-                parts = flat.split([local.numel() for _, _, local, _ in group])
-                whole = [(s, p, part.view(local.shape), False) for (s, p, local, _), part in zip(group, parts)]
-                groups[dtype, tp_group] = whole
+                parts = parts_of(flat, [local for _, _, local in group])
+                groups[dtype, tp_group] = [(small, param, part) for (small, param, _), part in zip(group, parts)]
         for dtype in dict.fromkeys(dtype for dtype, _ in groups):
             group = [entry for (of, _), entries in groups.items() if of == dtype for entry in entries]
-            flat = torch.cat([local.reshape(-1) for _, _, local, _ in group]).to(dtype)
+            grads = [grad for _, _, grad in group]
+            flat = joined(grads, dtype)
             for transport in self._runtime.domain.transports:
                 transport.all_reduce(flat)
-            # Copies: deepcopy takes a DTensor that starts inside of its memory for one with memory of its own.
-            parts = torch.split_with_sizes_copy(flat, [local.numel() for _, _, local, _ in group])
-            for (_, param, local, _), part in zip(group, parts):
-                accumulate(param, part.view(local.shape), self._runtime.gradient_scale)
+            accumulate([param for _, param, _ in group], flat, grads, self._runtime.gradient_scale)
             self._runtime.counters.num_small_reductions += 1
 
     # ---- draining
@@ -373,9 +389,11 @@ class Reducer:
         assert not syncs_gradients or self.num_pending == 0
 
     def _merge_small(self) -> None:
-        for (small, param), grad in self.small.items():
-            before = self.small_kept_back.get((small, param))
-            self.small_kept_back[small, param] = _sum_of(small, before, grad)
+        if not self.small_kept_back:
+            self.small_kept_back, self.small = self.small, {}
+            return
+        for key, grad in self.small.items():
+            self.small_kept_back[key] = _sum_of(key[0], self.small_kept_back.get(key), grad)
         self.small = {}
 
     def _bring_out(self) -> None:
@@ -404,20 +422,29 @@ class Reducer:
         self.small, self.kept_back, self.small_kept_back = {}, {}, {}
 
 
+def _own_gradient(weight: ShardedWeight, grad: torch.Tensor) -> torch.Tensor:
+    """Of the TP-local weight, from that of the weight on its tp mesh."""
+    grad, owes_tp_sum = weight.tp.unwrap_grad(grad)
+    if owes_tp_sum:
+        grad = grad.clone()
+        dist.all_reduce(grad, group=weight.tp.mesh.get_group())
+    return grad
+
+
 def _sum_of(small: SmallParam, before: SmallGrad | None, grad: SmallGrad) -> SmallGrad:
     """The sum of two gradients of one parameter, in the dtype that it is reduced in."""
     if before is None:
         return grad
     dtype = small.reduce_dtype
-    (one, owes), (other, other_owes) = before, grad
+    (param, one, owes), (_, other, other_owes) = before, grad
     one, other = one.to(dtype), other.to(dtype)
     if owes == other_owes:
-        return one + other, owes
+        return param, one + other, owes
     # One use sees a part of the sequence, another all of it: settle the partial one now.
     partial, done = (one, other) if owes else (other, one)
     partial = partial.clone()
     dist.all_reduce(partial, group=small.tp.mesh.get_group())
-    return done + partial, False
+    return param, done + partial, False
 
 
 def _room_in_grad(param: nn.Parameter) -> tuple[torch.Tensor | None, bool]:
@@ -436,8 +463,4 @@ def _room_in_grad(param: nn.Parameter) -> tuple[torch.Tensor | None, bool]:
 
 def wants_gradient_returned(param: nn.Parameter) -> bool:
     """Whether autograd has to get the reduced gradient itself: hooks must see it, or it flows on from a non-leaf."""
-    return (
-        not param.is_leaf
-        or bool(getattr(param, "_backward_hooks", None))
-        or bool(getattr(param, "_post_accumulate_grad_hooks", None))
-    )
+    return not param.is_leaf or bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)

@@ -11,13 +11,13 @@ import functools
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from .checks import check_peers
 from .config import GTPConfig
+from .counters import RuntimeCounters
 from .domain import Domain
 from .look_ahead import LookAhead, UseTimer
 from .modes import in_backward, plain_ops
@@ -32,19 +32,8 @@ if TYPE_CHECKING:
     from .members import RootState
 
 
+_current_task, _is_grad_enabled = torch._C._current_graph_task_id, torch.is_grad_enabled
 _FORWARD, _INFERENCE, _RECOMPUTE, _BACKWARD = Kind  # looking a member up in its class costs more than a method call
-
-
-@dataclass(slots=True)
-class RuntimeCounters:
-    """What cannot be told weight by weight."""
-
-    num_mispredictions: int = 0
-    num_small_reductions: int = 0
-    num_refreshes: int = 0
-    num_fences: int = 0
-    live_lease_bytes: int = 0
-    peak_lease_bytes: int = 0
 
 
 class _BackwardEnd:
@@ -91,6 +80,10 @@ class Runtime:
         self._backwards: dict[int, weakref.ref[_BackwardEnd]] = {}
         self.look_ahead = LookAhead(self)
         self.timer: UseTimer | None = None  # while a step is timed
+        # Asked for at each use. Experts have no usual distance.
+        self.dgrad_first = not config.wgrad_before_dgrad
+        self._prefetches = config.weight_prefetch
+        self._usual_distance = None if domain.is_expert else config.look_ahead
         watch_optimizers(self)
 
     def __deepcopy__(self, memo: dict) -> Runtime:
@@ -206,16 +199,17 @@ class Runtime:
 
     def forward_kind(self) -> Kind:
         """The kind of a forward use that happens now."""
-        if in_backward():
+        if _current_task() != -1:
             return _RECOMPUTE
-        return _FORWARD if torch.is_grad_enabled() else _INFERENCE
+        return _FORWARD if _is_grad_enabled() else _INFERENCE
 
     def enter(self) -> None:
         """To be called before anything else at each use and each gradient: notices backwards that begin or died."""
-        task = torch._C._current_graph_task_id()
+        task = _current_task()
         if task == -1 and not self._backwards:
             return
-        if task in self._backwards and self._backwards[task]() is not None:
+        known = self._backwards.get(task)
+        if known is not None and known() is not None:
             return
         dead = [known for known, end in self._backwards.items() if end() is None]
         for known in dead:
@@ -267,17 +261,19 @@ class Runtime:
         Args:
             weight: what is used.
             kind: for what.
-            may_keep: a recompute's lease may stay for the weight's backward use.
+            may_keep: the lease of a recompute, or of the forward's end, may stay for the weight's backward use.
             num_writes: how often the weight had been written when the forward of this backward read it.
             waits: else the caller orders its stream after the gather, by the lease's ``wait``, before it reads.
 
         Raises:
             RuntimeError: it was written since.
         """
-        self.enter()
-        if not self.schedule.record(weight.index, kind, self._starts_pass):
+        if self._backwards or _current_task() != -1:
+            self.enter()
+        schedule = self.schedule
+        if not schedule.record(weight.index, kind, self._starts_pass):
             self.counters.num_mispredictions += 1
-            self._free_mispredicted(weight)
+            self._free_mispredicted(weight, kind)
         self._starts_pass = False
         weight.notice_writes()
         if num_writes is not None and num_writes != weight.num_writes:
@@ -285,28 +281,29 @@ class Runtime:
         timer = self.timer
         if timer is not None:
             timer.arrive()
-        looks_ahead = self._depth > 0 or kind in IN_BACKWARD
+        looks_ahead = self._depth > 0 or kind is _BACKWARD or kind is _RECOMPUTE
         if not looks_ahead:
             weight.distrust_copy()
-        lease = self._take(weight, kind)
+        lease, kept = weight.next_lease, weight.kept_lease
+        if lease is None or kept is not None or weight.quantized is not None or lease.generation != weight.generation:
+            lease = self._take(weight, kind)
+        else:  # what _take would do
+            weight.next_lease = None
         if lease is None:
-            lease = self._gather(weight, kind, False)
-            weight.counters.num_on_demand_gathers += 1
+            lease = self._gather_now(weight, kind)
         elif lease.prefetched:
             weight.counters.num_prefetch_hits += 1
         if waits or timer is not None:
             lease.wait()
         if timer is not None:
             timer.ready()
-        if may_keep:
-            if kind is _RECOMPUTE and self._has_room_to_keep(weight):
-                self._keep(weight, lease)
-            elif kind is _FORWARD and self._turns_at(weight):
-                weight.counters.num_kept_at_turn += 1
-                self._keep(weight, lease)
+        coming = schedule.next_use
+        if may_keep and (kind is _RECOMPUTE or kind is _FORWARD and coming is not None and coming.kind is _BACKWARD):
+            if self._has_room_to_keep(weight) if kind is _RECOMPUTE else self._turns_at(weight, coming):
+                self._keep(weight, lease, kind)
         # Elsewhere a module was called by itself: what comes next is up to the user's code.
-        if looks_ahead and self.config.weight_prefetch:
-            self._prefetch(weight, kind)
+        if looks_ahead and coming is not None and self._prefetches:
+            self._prefetch(weight, kind, coming)
         return lease
 
     def release(self, lease: Lease) -> None:
@@ -315,7 +312,8 @@ class Runtime:
             lease.end()
 
     def _take(self, weight: ShardedWeight, kind: Kind) -> Lease | None:
-        if kind is _BACKWARD and weight.kept_lease is not None:
+        is_kept = kind is _BACKWARD and weight.kept_lease is not None
+        if is_kept:
             lease, weight.kept_lease = weight.kept_lease, None
             self._kept_bytes -= lease.num_bytes
             lease.prefetched = False
@@ -327,22 +325,23 @@ class Runtime:
         ):
             lease.end()
             return None
+        if is_kept and lease.kind is _FORWARD:
+            weight.counters.num_kept_at_turn += 1
         return lease
 
-    def _gather(self, weight: ShardedWeight, kind: Kind, prefetched: bool) -> Lease:
+    def _gather_now(self, weight: ShardedWeight, kind: Kind) -> Lease:
+        if weight.compute_shard is None or weight.checks_states:
+            self._make_ready(weight, kind)
+        weight.counters.num_on_demand_gathers += 1
+        return weight.gather(kind, False)
+
+    def _make_ready(self, weight: ShardedWeight, kind: Kind) -> None:
+        """For a gather: bring the compute shard up to date; checked where states are."""
         if weight.compute_shard is None:
             self.refresh_copies()
-        if self.config.check_param_states:
+        if weight.checks_states:
             weight.check_copy()
             check_peers(self, [weight], kind.name.lower() + " use")
-        counters = weight.counters
-        if kind is _BACKWARD:
-            counters.num_backward_gathers += 1
-        elif kind is _RECOMPUTE:
-            counters.num_recompute_gathers += 1
-        else:
-            counters.num_forward_gathers += 1
-        return weight.gather(kind, prefetched)
 
     def refresh_copies(self) -> None:
         """Rewrite every compute shard that is out of date: all in one foreach copy; where parameters are cut over
@@ -380,12 +379,16 @@ class Runtime:
         farthest = self.config.look_ahead * len(self.weights) + 1
         return block_distance(peek, self._role, self._role(index), self.config.look_ahead, farthest)
 
-    def _prefetch(self, used: ShardedWeight, current: Kind) -> None:
-        is_backward = current in IN_BACKWARD
-        for use in self.schedule.coming(self.distance(used.index, self.schedule.peek, self.schedule.ahead)):
-            if is_out_of_reach(use, is_backward):
+    def _prefetch(self, used: ShardedWeight, current: Kind, coming: Use) -> None:
+        schedule, distance = self.schedule, self._usual_distance
+        if distance is None or schedule.ahead is not None:
+            distance = self.distance(used.index, schedule.peek, schedule.ahead)
+        is_backward = current is _BACKWARD or current is _RECOMPUTE
+        for use in (coming,) if distance == 1 else schedule.coming(distance):
+            index, kind, starts_pass = use
+            is_like_this = (kind is _BACKWARD or kind is _RECOMPUTE) is is_backward and not starts_pass
+            if not is_like_this and is_out_of_reach(use, is_backward):
                 return
-            index, kind, _ = use
             weight = self.weights[index]()
             if weight is None:
                 return
@@ -393,26 +396,27 @@ class Runtime:
                 # A write that one rank alone made must be noticed before the gather, or it would gather again at the
                 # use.
                 weight.notice_writes()
-                weight.next_lease = self._gather(weight, kind, True)
+                if weight.compute_shard is None or weight.checks_states:
+                    self._make_ready(weight, kind)
+                weight.next_lease = weight.gather(kind, True)
 
-    def _free_mispredicted(self, used: ShardedWeight) -> None:
-        """After a misprediction: let go of gathers that neither this use nor the new prediction wants soon."""
+    def _free_mispredicted(self, used: ShardedWeight, kind: Kind) -> None:
+        """After a misprediction: let go of gathers that neither this use nor the new prediction wants soon.
+
+        Where a forward came instead of the backward that a weight stayed for, the weight goes, whatever is predicted now:
+        it may be written before the next backward in ways that leave no trace.
+        """
         coming = self.schedule.coming(self.distance(used.index, self.schedule.peek, self.schedule.ahead))
         wanted = {used.index, *(use.weight for use in coming)}
         for weight in self.live_weights():
             if weight.next_lease is not None and weight.index not in wanted:
                 self.drop(weight.next_lease)
+            if weight.kept_lease is not None and kind not in IN_BACKWARD:
+                self.drop(weight.kept_lease)
 
-    def _turns_at(self, weight: ShardedWeight) -> bool:
+    def _turns_at(self, weight: ShardedWeight, coming: Use) -> bool:
         """Whether ``weight``, in use in a forward, is what the backward begins with: a second gather would lie beside it."""
-        coming = self.schedule.peek(0)
-        return (
-            coming is not None
-            and coming.weight == weight.index
-            and coming.kind is _BACKWARD
-            and weight.kept_lease is None
-            and not weight.has_view_for_backward
-        )
+        return coming.weight == weight.index and weight.kept_lease is None and not weight.has_view_for_backward
 
     def _has_room_to_keep(self, weight: ShardedWeight) -> bool:
         if weight.has_view_for_backward:
@@ -432,8 +436,9 @@ class Runtime:
         limit = self.config.recompute_keep_bytes
         return 8 * max(runtime._largest_bytes for runtime in self._runtimes()) if limit is None else limit
 
-    def _keep(self, weight: ShardedWeight, lease: Lease) -> None:
+    def _keep(self, weight: ShardedWeight, lease: Lease, kind: Kind) -> None:
         weight.kept_lease = lease
+        lease.kind = kind  # it may have been gathered for another that did not come
         self._kept_bytes += lease.num_bytes
 
     # ---- leases

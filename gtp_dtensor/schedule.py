@@ -87,34 +87,35 @@ class Schedule:
         self._most = 2 * capacity
         self._history: list[Use] = []
         self._pointer: int | None = None  # the entry that the newest use repeats
+        self.next_use: Use | None = None  # as predicted
         # Occurrences of the same use form a chain: the newest one, and for each entry the one before it. Only moving
         # the pointer needs them, so they lag behind the history until then.
         self._newest: dict[tuple[int, Kind], int] = {}
         self._previous: list[int | None] = []
         self._aheads: list[int | None] | None = None  # planned, beside the history
+        self.ahead: int | None = None  # the plan at the newest use, if there is one
         self._steps: deque[int] = deque(maxlen=2)  # history lengths at the last two optimizer steps
 
     def record(self, weight: int, kind: Kind, starts_pass: bool) -> bool:
         """Append a use. Returns False where a prediction existed and was another one."""
-        history, pointer = self._history, self._pointer
-        if pointer is not None:
-            predicted = history[pointer + 1]
-            if predicted[0] == weight and predicted[1] is kind:
-                self._pointer = pointer + 1
-                history.append(predicted if predicted[2] == starts_pass else Use(weight, kind, starts_pass))
-                if self._aheads is not None:
-                    self._aheads.append(self._aheads[pointer + 1])
-                if len(history) >= self._most:
-                    self._forget_oldest()
-                return True
-        self._index()
-        self._pointer = self._best_match((weight, kind))
-        history.append(Use(weight, kind, starts_pass))
+        history, predicted = self._history, self.next_use
+        is_as_predicted = True
+        if predicted is not None and predicted[0] == weight and predicted[1] is kind:
+            pointer = self._pointer = self._pointer + 1
+            history.append(predicted if predicted[2] == starts_pass else Use(weight, kind, starts_pass))
+            self.next_use = history[pointer + 1]
+        else:
+            self._index()
+            pointer = self._pointer = self._best_match((weight, kind))
+            history.append(Use(weight, kind, starts_pass))
+            self.next_use = None if pointer is None else history[pointer + 1]
+            is_as_predicted = predicted is None
         if self._aheads is not None:
-            self._aheads.append(None if self._pointer is None else self._aheads[self._pointer])
+            self.ahead = None if pointer is None else self._aheads[pointer]
+            self._aheads.append(self.ahead)
         if len(history) >= self._most:
             self._forget_oldest()
-        return pointer is None
+        return is_as_predicted
 
     def peek(self, ahead: int) -> Use | None:
         """The predicted use that follows ``ahead`` others, or None."""
@@ -161,11 +162,7 @@ class Schedule:
         self._aheads = [None] * len(self._history)
         for place, ahead in zip(self._period(), aheads, strict=True):
             self._aheads[place] = ahead
-
-    @property
-    def ahead(self) -> int | None:
-        """The plan at the newest use, if there is one."""
-        return self._aheads[-1] if self._aheads else None
+        self.ahead = self._aheads[-1]
 
     def period_aheads(self) -> list[int | None]:
         """The plan at each use of :meth:`period`."""
@@ -211,4 +208,6 @@ class Schedule:
         self._previous = [shifted(place) for place in self._previous]
         self._newest = {key: place - cut for key, place in self._newest.items() if place >= cut}
         self._pointer = shifted(self._pointer)
+        if self._pointer is None:
+            self.next_use = None
         self._steps = deque((step - cut for step in self._steps if step >= cut), maxlen=2)

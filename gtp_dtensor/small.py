@@ -14,7 +14,8 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from .layout import TPLayout
+from .layout import TPLayout, new_dtensor
+from .pending import scaled
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -31,17 +32,18 @@ class SmallParam:
         self.param = param
         self.spec: DTensorSpec = param._spec
         self.tp = tp
+        self._param_dtype, self._reduce_dtype = runtime.config.param_dtype, runtime.config.reduce_dtype
         self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
 
     @property
     def compute_dtype(self) -> torch.dtype:
         dtype = self.param.dtype
-        return self.runtime.config.param_dtype or dtype if dtype.is_floating_point else dtype
+        return self._param_dtype or dtype if dtype.is_floating_point else dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         dtype = self.param.dtype
-        return self.runtime.config.reduce_dtype or dtype if dtype.is_floating_point else dtype
+        return self._reduce_dtype or dtype if dtype.is_floating_point else dtype
 
     def add_owner(self, module: nn.Module, name: str) -> None:
         self.owners.append((weakref.ref(module), name))
@@ -53,8 +55,8 @@ class SmallParam:
     def read(self) -> torch.Tensor:
         """What the module computes with: a new tensor object over the parameter's memory, in compute dtype."""
         local = self.param._local_tensor.detach()
-        dtype = self.compute_dtype
-        if local.dtype != dtype:
+        dtype = self._param_dtype
+        if dtype is not None and local.dtype is not dtype and local.is_floating_point():
             local = local.to(dtype)
         return local if self.tp is None else self.tp.wrap(local)
 
@@ -63,3 +65,36 @@ class SmallParam:
         if self.tp is not None:
             return self.tp.unwrap_grad(grad)
         return (grad.to_local() if isinstance(grad, DTensor) else grad), False
+
+
+def joined(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Their elements in one vector of ``dtype``."""
+    return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]).to(dtype)
+
+
+def parts_of(flat: torch.Tensor, like: list[torch.Tensor], copies: bool = False) -> list[torch.Tensor]:
+    """Views (or ``copies``) of ``flat``'s parts, one after the other, with the shapes of ``like``."""
+    split = torch.split_with_sizes_copy if copies else torch.split
+    parts = split(flat, [tensor.numel() for tensor in like])
+    return [part if tensor.dim() == 1 else part.view(tensor.shape) for part, tensor in zip(parts, like)]
+
+
+def accumulate(params: list[nn.Parameter], flat: torch.Tensor, like: list[torch.Tensor], scale: float) -> None:
+    """``param.grad += scale * its part of flat``, which is ours to change."""
+    dtype, *others = dict.fromkeys(param.dtype for param in params)
+    if not others:
+        flat = scaled(flat, dtype, scale)
+    grads, added = [], []
+    # New gradients have memory of their own: deepcopy takes a DTensor that starts inside of other memory for one that does.
+    is_new = any(param.grad is None for param in params)
+    for param, part in zip(params, parts_of(flat, like, copies=is_new)):
+        if others:
+            part = scaled(part, param.dtype, scale)
+        grad = param.grad
+        if grad is None:
+            param.grad = new_dtensor(part, param._spec)
+        else:
+            grads.append(grad._local_tensor)
+            added.append(part)
+    if grads:
+        torch._foreach_add_(grads, added)

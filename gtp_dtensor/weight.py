@@ -24,7 +24,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, fields
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -32,10 +31,11 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from .counters import WeightCounters
 from .layout import WeightLayout
 from .modes import is_plain, own_ops
 from .quantized import QuantizedShard
-from .schedule import Kind
+from .schedule import IN_BACKWARD, Kind
 from .transport import Transfer
 from .wire import Parts, View, WireFormat
 
@@ -52,32 +52,12 @@ class LeaseState(Enum):
 
 
 _IN_FLIGHT, _READY, _ENDED = LeaseState  # looking a member up in its class costs more than a method call
+_RECOMPUTE, _BACKWARD = IN_BACKWARD
 _LEGAL = {
     (_IN_FLIGHT, _READY),
     (_IN_FLIGHT, _ENDED),  # a prefetch that nobody used
     (_READY, _ENDED),
 }
-
-
-@dataclass(slots=True)
-class WeightCounters:
-    """What happened to one weight since the last reset. Summed over weights these make ``GTPStats``."""
-
-    num_forward_gathers: int = 0
-    num_recompute_gathers: int = 0
-    num_backward_gathers: int = 0
-    num_kept_at_turn: int = 0
-    num_prefetch_hits: int = 0
-    num_on_demand_gathers: int = 0
-    num_reductions: int = 0
-    num_replica_reductions: int = 0
-    num_quantizations: int = 0
-    gather_bytes: int = 0
-    reduce_bytes: int = 0
-
-    def reset(self) -> None:
-        for field in fields(self):
-            setattr(self, field.name, 0)
 
 
 class Lease:
@@ -106,18 +86,18 @@ class Lease:
         view: View | None = None,
     ) -> None:
         self.weight = weight
-        self.kind = kind  # of the use that it was gathered for
+        self.kind = kind  # of the use that it was gathered for; once kept: that it was kept from
         self.generation = weight.generation
         self.prefetched = prefetched
-        self.num_bytes = weight.gathered_bytes
+        self.num_bytes = num_bytes = weight.gathered_bytes
         self.view = view  # which quantization of the weight it is; None where it is not quantized
         self.state = _IN_FLIGHT
         self._buffer: torch.Tensor | Parts | None = buffer
         self._transfer = transfer
         counters = weight.runtime.counters
-        counters.live_lease_bytes += self.num_bytes
-        if counters.live_lease_bytes > counters.peak_lease_bytes:
-            counters.peak_lease_bytes = counters.live_lease_bytes
+        live = counters.live_lease_bytes = counters.live_lease_bytes + num_bytes
+        if live > counters.peak_lease_bytes:
+            counters.peak_lease_bytes = live
 
     def _check_step_to(self, state: LeaseState) -> None:
         if (self.state, state) not in _LEGAL:
@@ -154,7 +134,10 @@ class Lease:
 
     def read(self) -> torch.Tensor:
         """The same as what its module computes with: plain, or a DTensor on the tp mesh."""
-        local, tp = self.read_local(), self.weight.tp
+        weight = self.weight
+        if weight.is_read_as_gathered and self.state is _READY:
+            return self._buffer
+        local, tp = self.read_local(), weight.tp
         return local if tp is None else tp.wrap(local)
 
     def hand_over(self) -> torch.Tensor:
@@ -177,12 +160,13 @@ class Lease:
 
     def __del__(self) -> None:
         # A lease of the general path is held by the graph node that saved the gathered tensor, and ends with it. One in
-        # flight dies with its model: a GPU's stream has to be told; a CPU's collective holds its own tensors.
+        # flight dies with its model.
         if self._buffer is None:
             return
-        if self.state is _READY or self.weight.runtime.domain.device.type == "cuda":
+        if self.state is _READY:
             self.end()
         else:
+            self._transfer.abandon()
             self.weight.runtime.counters.live_lease_bytes -= self.num_bytes
 
 
@@ -192,6 +176,15 @@ class ShardedWeight:
     Several modules may own the same parameter (tied weights): then they share this object. The parameter is looked
     up again at each use, since ``load_state_dict(assign=True)`` or ``to_empty`` replace it.
     """
+
+    # Side by side in memory, first what each use reads: those are thirty reads, of which caches hold few in a step.
+    __slots__ = (
+        "runtime index next_lease kept_lease generation num_writes compute_shard counters param _local _version "
+        "_local_version _counts_versions checks_states quantized is_read_as_gathered buffer_shape cut gathered_bytes _pieces "
+        "tp param_dtype _reduce_dtype send_shape shard_shape fqn role spec layout replica_cut first_stored_row num_local_rows "
+        "num_stored_rows tp_local_shape num_buffer_elements wire is_buffer_exact stored_shape piece_shape owners serial tokens "
+        "_piece _copy is_placed __weakref__"
+    ).split()
 
     def __init__(
         self,
@@ -223,11 +216,14 @@ class ShardedWeight:
         self.wire = wire
         self.quantized = None if wire is None else QuantizedShard(self, wire)
         self.is_buffer_exact = self.buffer_shape == self.tp_local_shape
+        self.is_read_as_gathered = self.is_buffer_exact and self.quantized is None and self.tp is None
         self.shard_shape = cut.resized(self.tp_local_shape, self.num_local_rows)
         if replicas is not None:  # of what of the shard is stored, and of that with its padding
             self.stored_shape = self.replica_cut.resized(self.shard_shape, self.num_stored_rows)
             self.piece_shape = self.replica_cut.resized(self.shard_shape, self.replica_cut.padded)
-        self.checks_states = runtime.config.check_param_states
+        config = runtime.config
+        self.checks_states = config.check_param_states
+        self.param_dtype, self._reduce_dtype = config.param_dtype, config.reduce_dtype
         self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
         self.counters = WeightCounters()
         self.serial = -1  # unique in the domain, given by the runtime that adopts this
@@ -236,7 +232,7 @@ class ShardedWeight:
         self.generation = 0
         self.gathered_bytes = self._count_gathered_bytes()
         self.next_lease: Lease | None = None  # gathered ahead of its use
-        self.kept_lease: Lease | None = None  # gathered for recompute, waiting for its backward use
+        self.kept_lease: Lease | None = None  # of a recompute or the forward's end, waiting for its backward use
         self._piece: torch.Tensor | None = None  # what this replica contributes to it
         self._pieces: Transfer | None = None  # a gather of all replicas' pieces, in flight
         self._copy: torch.Tensor | None = None  # memory of the compute shard, where it is not the shard itself
@@ -251,11 +247,11 @@ class ShardedWeight:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype that is gathered and computed in."""
-        return self.runtime.config.param_dtype or self.param.dtype
+        return self.param_dtype or self.param.dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        return self.runtime.config.reduce_dtype or self.param.dtype
+        return self._reduce_dtype or self.param.dtype
 
     def _count_gathered_bytes(self) -> int:
         """Of a gathered weight, beyond its compute shard."""
@@ -442,35 +438,46 @@ class ShardedWeight:
                 "written without a signal; call gtp_dtensor.refresh(model) after writing into parameters by hand"
             )
 
+    def __del__(self) -> None:
+        pieces = getattr(self, "_pieces", None)  # not there where __init__ raised
+        if pieces is not None:
+            pieces.abandon()
+
     # ---- leases
 
-    def gather(self, kind: Kind, prefetched: bool) -> Lease:
-        """Issue a gather of the (fresh) compute shard."""
-        if is_plain():
-            return self._gather(kind, prefetched)
-        with own_ops(self.fqn, "gather", kind):
-            return self._gather(kind, prefetched)
+    def gather(self, kind: Kind, prefetched: bool, is_hidden: bool = False) -> Lease:
+        """Issue a gather of the (fresh) compute shard.
 
-    def _gather(self, kind: Kind, prefetched: bool) -> Lease:
-        if self.quantized is not None:
-            return self._gather_quantized(kind, prefetched)
+        Args:
+            kind: of the use that it is for.
+            prefetched: ahead of it.
+            is_hidden: from the user's modes and in a trace's range already.
+        """
+        if not (is_hidden or is_plain()):
+            with own_ops(self.fqn, "gather", kind):
+                return self.gather(kind, prefetched, True)
+        counters, transport, view = self.counters, self.runtime.transport, None
+        if kind is _BACKWARD:
+            counters.num_backward_gathers += 1
+        elif kind is _RECOMPUTE:
+            counters.num_recompute_gathers += 1
+        else:
+            counters.num_forward_gathers += 1
         if self._pieces is not None:
             self.await_pieces()
-        shard, transport = self.compute_shard, self.runtime.transport
-        if transport.size == 1:
+        shard, num_bytes = self.compute_shard, self.gathered_bytes
+        if self.quantized is not None:
+            view = self.quantized.view_of(kind)
+            buffer, transfer = self.quantized.gather(self, view)
+            if num_bytes:
+                num_bytes = self.quantized.num_bytes(view)
+        elif transport.size == 1:
             buffer, transfer = shard, Transfer.done()
         else:
-            buffer = shard.new_empty(self.buffer_shape)
+            buffer = shard.new_empty(*self.buffer_shape)  # parsed faster than one argument
             transfer = transport.all_gather(buffer, shard, self.cut.dim)
-        self.counters.gather_bytes += self.gathered_bytes
-        return Lease(self, kind, buffer, transfer, prefetched)
-
-    def _gather_quantized(self, kind: Kind, prefetched: bool) -> Lease:
-        view = self.quantized.view_of(kind)
-        buffers, transfer = self.quantized.gather(self, view)
-        if self.gathered_bytes:
-            self.counters.gather_bytes += self.quantized.num_bytes(view)
-        return Lease(self, kind, buffers, transfer, prefetched, view)
+        counters.gather_bytes += num_bytes
+        return Lease(self, kind, buffer, transfer, prefetched, view)
 
 
 def role_of(fqn: str) -> str:

@@ -233,6 +233,7 @@ def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: tor
         step_s = measure(model, tokens, args, device)
         gathers = stats(model)
         num_gathers = gathers.num_forward_gathers + gathers.num_recompute_gathers + gathers.num_backward_gathers
+        num_gathers += gathers.num_kept_at_turn
         num_linears = sum(isinstance(module, nn.Linear) for module in model.modules())
         # FSDP2 does not count; a use is the same thing there: a linear's forward or input gradient
         num_uses = round(num_gathers / (args.warmup + args.steps)) or 2 * num_linears

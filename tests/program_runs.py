@@ -211,6 +211,11 @@ class ShardedRun(Run):
         self._num_mispredictions = 0  # before the last step
         self._step_uses: Counter = Counter()  # forwards and recomputes of the present step by weight
         self._graph_uses = 0  # uses that each backward of the present microbatch will make
+        self.num_turns = 0  # microbatches whose backwards begin with the weight that their forwards ended with
+        self._turns_before = (0, 0)  # these, and how often a weight stayed there, before the last step
+        self._newest: int | None = None  # what a forward ended with, if a backward can begin with it
+        self._first: int | None = None  # what the backward of the present forward will begin with
+        self._firsts: list[int] = []  # of each forward of the present microbatch
         for owner in model.weight_owners():
             weight = owner._parameters["weight"]
             if any(placement.is_shard() for placement in weight.placements):
@@ -221,17 +226,31 @@ class ShardedRun(Run):
         self._uses["recompute" if in_backward else "forward"] += 1
         self._step_uses[id(module._parameters["weight"])] += 1
         # Only a linear reads its weight again, for the gradient of its input.
-        if not isinstance(module, nn.Linear) or not torch.is_grad_enabled() or not args[0].requires_grad:
+        may_read_again = isinstance(module, nn.Linear) and torch.is_grad_enabled()
+        weight = id(module._parameters["weight"]) if self.model.recompute == "none" else None
+        if not in_backward:
+            self._newest = weight if may_read_again else None
+        if not may_read_again or not args[0].requires_grad:
             return
         if not in_backward:
             self._graph_uses += 1
+            self._first = weight
         elif self.model.recompute == "reentrant":  # this pass builds the graph, the first one built none
             self._uses["backward"] += 1
 
     def _microbatch(self, microbatch: Microbatch, where: str) -> None:
-        self._graph_uses = 0
+        self._graph_uses, self._firsts = 0, []
         super()._microbatch(microbatch, where)
+        if self._firsts:
+            self.num_turns += self._firsts[0 if microbatch.backward == "in_order" else -1] == self._newest
         self._uses["backward"] += self._graph_uses * (2 if microbatch.backward == "twice" else 1)
+
+    def _forward(self, forward: Forward, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        self._first = None
+        output = super()._forward(forward, x, ids)
+        if forward.mode == "train" and output.requires_grad and self._first is not None:
+            self._firsts.append(self._first)
+        return output
 
     def _cast(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.program.gtp_config().param_dtype or x.dtype) if self.program.cast_input else x
@@ -264,7 +283,9 @@ class ShardedRun(Run):
 
     def before_step(self, number: int) -> None:
         """Remember the counters of all but the last step."""
-        self._num_mispredictions = stats(self.model).num_mispredictions
+        seen = stats(self.model)
+        self._num_mispredictions = seen.num_mispredictions
+        self._turns_before = self.num_turns, seen.num_kept_at_turn
         self._step_uses.clear()
 
     def run(self) -> Trace:
@@ -277,6 +298,7 @@ class ShardedRun(Run):
     def _check_counters(self, seen: GTPStats) -> None:
         config = self.program.gtp_config()
         num_read = seen.num_prefetch_hits + seen.num_on_demand_gathers
+        num_served = num_read + seen.num_kept_at_turn
         num_uses = sum(self._uses.values())
         num_gathers = seen.num_forward_gathers + seen.num_recompute_gathers + seen.num_backward_gathers
         # A weight kept from its recompute serves its backward use without another gather.
@@ -288,12 +310,15 @@ class ShardedRun(Run):
         if self._aborted_at is not None:
             return self._report(checks, seen)
         checks |= {
-            "every use is a hit, on demand, or kept": num_uses - most_kept <= num_read <= num_uses,
+            "every use is a hit, on demand, or kept": num_uses - most_kept <= num_served <= num_uses,
             "no use without a gather": num_gathers >= num_read,
         }
         if self.program.repeats_itself() and max(self._step_uses.values(), default=0) <= MAX_PREDICTED_REPEATS:
             new = seen.num_mispredictions - self._num_mispredictions
             checks["no misprediction in the last of equal steps"] = new == 0
+            if not self._uses["recompute"]:
+                turns = self.num_turns - self._turns_before[0], seen.num_kept_at_turn - self._turns_before[1]
+                checks[f"what stays at turns of the last of equal steps: {turns}"] = turns[0] == turns[1]
         if not config.weight_prefetch:
             checks["gathers = uses"] = num_gathers == num_read and seen.num_prefetch_hits == 0
             checks["forward gathers = uses"] = seen.num_forward_gathers == self._uses["forward"]

@@ -243,10 +243,13 @@ def test_gathers_are_issued_a_block_ahead(rank, world_size, look_ahead):
     # Dense: one at the start of the pass. Experts: the first blocks' of the first role, before anything is known.
     assert s.num_on_demand_gathers == 2
     assert sum(m.counters.num_forward_gathers for m in expert_members(model)) == num_experts_weights
-    assert sum(m.counters.num_backward_gathers for m in expert_members(model)) == num_experts_weights
+    kept = [m.fqn for m in expert_members(model) if m.counters.num_kept_at_turn]
+    assert kept == ["layers.3.moe.experts.w2"] and s.num_kept_at_turn == 2  # and the last dense one
+    assert sum(m.counters.num_backward_gathers for m in expert_members(model)) == num_experts_weights - 1
     rows = [row for row in schedule_table(model) if ".experts." in row.weight]
     assert len(rows) == 2 * num_experts_weights
     rows = {(row.kind, row.weight): row for row in rows}
+    assert [key for key, row in rows.items() if row.issued_at is None] == [("backward", *kept)]
     for kind, step_back in (("forward", -1), ("backward", 1)):
         for block in range(4):
             for name in ("w1", "w2", "w3"):

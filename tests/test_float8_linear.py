@@ -117,10 +117,11 @@ def test_trains_as_unsharded(rank, world_size, device, recipe, checkpoints):
     scales = 0 if name == "fp8" else [4 * layer.out_features for layer in model.layers]
     forward = sum(numel) + (0 if name == "fp8" else sum(scales))
     backward = sum(numel[1:])  # the input needs no gradient
-    output = 2 * 4 * model.output.weight.numel()
+    output = 4 * model.output.weight.numel()  # once: it stays for the backward
     if checkpoints:
         # Codes gathered for recompute serve the backward too, where both GEMMs read the same.
         forward, backward = (forward + sum(numel), 0) if name == "fp8" else (2 * forward, backward)
+    assert found.num_kept_at_turn == 1
     assert found.gather_bytes == forward + backward + output
     assert found.num_quantizations == 3  # after the last optimizer step
 

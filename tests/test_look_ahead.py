@@ -1,6 +1,5 @@
 """Planned look-ahead: the plan from given times, and what a training step makes of it."""
 
-
 import pytest
 import torch
 import torch.nn as nn

@@ -244,11 +244,14 @@ def test_frozen_teacher_and_student_on_grids_of_their_own(rank, world_size, firs
         assert_close_to_reference(*map(full_parameters, students), "weight")
         s = stats(teachers[0])
         num_backwards = 2 if mode == "through" else 0
-        assert (s.num_forward_gathers, s.num_backward_gathers) == (2, num_backwards)
+        kept = int(step > 0)  # once the order is known, what the forward ends with
+        assert (s.num_forward_gathers, s.num_backward_gathers + s.num_kept_at_turn) == (2, num_backwards)
+        assert s.num_kept_at_turn == (kept if mode == "through" else 0)
         assert (s.num_reductions, s.num_small_reductions) == (0, 0)
         assert all(param.grad is None for teacher in teachers for param in teacher.parameters())
         s = stats(students[0])
-        assert (s.num_forward_gathers, s.num_backward_gathers, s.num_reductions) == (3, 2, 3)
+        assert (s.num_forward_gathers, s.num_backward_gathers, s.num_reductions) == (3, 2 - kept, 3)
+        assert s.num_kept_at_turn == kept
         assert step == 0 or s.num_mispredictions == stats(teachers[0]).num_mispredictions == 0
 
 

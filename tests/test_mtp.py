@@ -69,8 +69,9 @@ def test_gradients_are_the_references(mesh, rank, world_size, tied, recompute, o
     assert s.num_pending == 0 and s.live_lease_bytes == 0
 
 
-def weight_counters(model) -> dict[str, tuple[int, int, int, int]]:
-    """(forward, recompute, backward gathers, reductions) by name; a tied weight's under its first name."""
+def weight_counters(model) -> dict[str, tuple[int, ...]]:
+    """(forward, recompute, backward gathers, kept at the turn, reductions) by name; a tied weight's under its first
+    name."""
     found = {}
     for name, _ in model.named_parameters():
         module, _, leaf = name.rpartition(".")
@@ -79,21 +80,22 @@ def weight_counters(model) -> dict[str, tuple[int, int, int, int]]:
             c = weight.counters
             gathers = c.num_forward_gathers, c.num_recompute_gathers, c.num_backward_gathers
             assert sum(gathers) == c.num_prefetch_hits + c.num_on_demand_gathers, name  # none gathered in vain
-            found[name] = (*gathers, c.num_reductions)
+            found[name] = (*gathers, c.num_kept_at_turn, c.num_reductions)
     return found
 
 
 def expected_counters(model, tied: bool, recompute: str, num_microbatches: int) -> dict[str, tuple[int, ...]]:
-    """Uses a step: each is one gather, but a backward that finds what its recompute gathered."""
+    """Uses a step: each is one gather, but a backward that finds what its recompute gathered, and the first of a
+    microbatch's backwards: it is of the head, which the forward ended with."""
     expected = {}
     for name, param in model.named_parameters():
         if param.dim() == 2:
             is_recomputed = recompute != "no" and name.startswith("ahead.")
-            counts = (1, 1, 0, 1) if is_recomputed else (1, 0, 1, 1)
+            counts = (1, 1, 0, 0, 1) if is_recomputed else (1, 0, 1, 0, 1)
             if name == "tok_embeddings.weight":  # its gradient needs no weight
-                counts = (2 * NUM_USES, 0, NUM_USES, 2 * NUM_USES) if tied else (NUM_USES, 0, 0, NUM_USES)
+                counts = (2 * NUM_USES, 0, NUM_USES - 1, 1, 2 * NUM_USES) if tied else (NUM_USES, 0, 0, 0, NUM_USES)
             elif name == "output.weight":
-                counts = (NUM_USES, 0, NUM_USES, NUM_USES)
+                counts = (NUM_USES, 0, NUM_USES - 1, 1, NUM_USES)
             expected[name] = tuple(num_microbatches * count for count in counts)
     return expected
 
@@ -110,8 +112,8 @@ def test_gathers_are_uses(mesh, rank, world_size, tied, recompute):
         expected = expected_counters(model, tied, recompute, num_microbatches=2)
         assert weight_counters(model) == expected
         s = stats(model)
-        totals = s.num_forward_gathers, s.num_recompute_gathers, s.num_backward_gathers, s.num_reductions
-        assert totals == tuple(map(sum, zip(*expected.values())))
+        totals = s.num_forward_gathers, s.num_recompute_gathers, s.num_backward_gathers, s.num_kept_at_turn
+        assert (*totals, s.num_reductions) == tuple(map(sum, zip(*expected.values())))
         assert s.num_on_demand_gathers == 2  # the first weight of each forward
         assert (s.num_mispredictions, s.num_pending, s.live_lease_bytes) == (0, 0, 0)
     rows = schedule_table(model)

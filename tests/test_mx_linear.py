@@ -45,7 +45,8 @@ def test_trains_as_unsharded(rank, world_size, device, case, checkpoints):
     forward, backward = sum(sent) * 33 // 32, sum(sent[1:]) * 33 // 32
     if checkpoints:  # the backward reads other codes than the recompute
         forward *= 2
-    assert stats(model).gather_bytes == forward + backward + 2 * 4 * model.output.weight.numel()
+    assert stats(model).num_kept_at_turn == 1  # the output's weight
+    assert stats(model).gather_bytes == forward + backward + 4 * model.output.weight.numel()
     assert stats(model).num_quantizations == 3
 
 

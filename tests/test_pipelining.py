@@ -98,6 +98,10 @@ class Pipeline:
         for stage in schedule.stages[rank]:
             part = Layers(range(stage * per_stage, (stage + 1) * per_stage))
             self.parts.append(parallelize_module(part, mesh["gtp"], GTPStyle(config, min_numel=30)))
+            part.register_forward_hook(self._note_forward)
+        self.passes = {
+            part: "" for part in self.parts
+        }  # "F" and "B" (twice where weights come later) of the present step
         pp = mesh["pp"].get_group()
         stages = [
             PipelineStage(part, stage, size, torch.device("cpu"), group=pp)
@@ -113,8 +117,17 @@ class Pipeline:
         self.schedule = schedule.cls(one, NUM_MICROBATCHES, loss_fn=loss, scale_grads=not per_token)
         self.is_first, self.is_last = 0 in schedule.stages[rank], size - 1 in schedule.stages[rank]
 
+    def _note_forward(self, part: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        self.passes[part] += "F"
+        if output.requires_grad:
+            output.register_hook(lambda grad: self._note_backward(part))
+
+    def _note_backward(self, part: nn.Module) -> None:
+        self.passes[part] += "B"
+
     def step(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Forwards and backwards of this gtp rank's (batch, LENGTH). Returns the loss over all, on every rank."""
+        self.passes = dict.fromkeys(self.parts, "")
         losses: list[torch.Tensor] = []
         targets = {"target": labels, "losses": losses} if self.is_last else {}
         self.schedule.step(*((tokens,) if self.is_first else ()), **targets)
@@ -184,4 +197,9 @@ def check_counters(pipeline: Pipeline, num_products: int, num_weights: int, is_f
         assert seen.num_forward_gathers == NUM_MICROBATCHES * num_weights
     if is_last:
         assert seen.num_mispredictions == 0 < seen.num_prefetch_hits
-        assert seen.num_backward_gathers == NUM_MICROBATCHES * (num_weights - num_tables)
+        for part, passes in pipeline.passes.items():
+            assert passes.count("F") == NUM_MICROBATCHES and passes.endswith("B")
+            # A stage ends with a linear: it stays wherever a backward follows, of whichever microbatch.
+            assert stats(part).num_kept_at_turn == passes.count("FB") > 0
+        num_uses = NUM_MICROBATCHES * (num_weights - num_tables)
+        assert seen.num_backward_gathers + seen.num_kept_at_turn == num_uses

@@ -254,9 +254,19 @@ def test_trains_as_experts_that_round_their_weights(rank, world_size, name, opti
     with counted_bytes(type(members[0].runtime.transport)) as sent:
         mean_square(model(x)).backward()
     assert sent["gathered"] == stats(model).gather_bytes
+    assert [member.counters.num_kept_at_turn for member in members] == [
+        member.fqn == members[-1].fqn for member in members
+    ]
     for member in members:
         counters = member.counters
-        assert (counters.num_forward_gathers, counters.num_backward_gathers, counters.num_quantizations) == (1, 1, 0)
+        kept = counters.num_kept_at_turn
+        assert (counters.num_forward_gathers, counters.num_backward_gathers, counters.num_quantizations) == (
+            1,
+            1 - kept,
+            0,
+        )
         cuts_features = egtp if num_experts // ep % egtp else 1
         assert member.cut.dim == (cuts_features > 1)
-        assert counters.gather_bytes == 2 * bytes_of_a_stack(name, member.tp_local_shape, cuts_features), member.fqn
+        assert counters.gather_bytes == (2 - kept) * bytes_of_a_stack(name, member.tp_local_shape, cuts_features), (
+            member.fqn
+        )

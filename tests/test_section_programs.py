@@ -3,7 +3,7 @@ and skipped layers, towers that come and go, replayed blocks. Weights that lie b
 
 Each program shows, against the whole model and bit for bit: no use of a wrong weight, no lost gradient; and by two
 counts, that of ``stats`` and that of the collectives that were really launched: as many gathers as uses once the order
-is known.
+is known, but of the weight that a forward ends and its backward begins with.
 """
 
 from __future__ import annotations
@@ -43,19 +43,22 @@ class StepCounts:
     """What one step did with sharded weights.
 
     Attributes:
-        num_uses: as the test counts them by itself.
-        num_gathers, num_reductions: by ``stats``.
+        num_uses, num_turns: as the test counts them by itself; turns: of a forward to the backward that begins with the
+            weight that it ended with.
+        num_gathers, num_reductions, num_kept_at_turn: by ``stats``.
         num_all_gathers, num_reduce_scatters: as launched.
         num_mispredictions, num_on_demand: by ``stats``.
     """
 
     num_uses: int = 0
+    num_turns: int = 0
     num_gathers: int = 0
     num_reductions: int = 0
     num_all_gathers: int = 0
     num_reduce_scatters: int = 0
     num_mispredictions: int = 0
     num_on_demand: int = 0
+    num_kept_at_turn: int = 0
 
     def add_stats(self, model: nn.Module, sign: int) -> None:
         """Add (or take away) the counters of ``model``."""
@@ -64,6 +67,7 @@ class StepCounts:
         self.num_reductions += sign * seen.num_reductions
         self.num_mispredictions += sign * seen.num_mispredictions
         self.num_on_demand += sign * seen.num_on_demand_gathers
+        self.num_kept_at_turn += sign * seen.num_kept_at_turn
 
     def check(self, where: str, is_settled: bool) -> None:
         """Both counts agree, no use went without a gather; once settled, nothing is mispredicted."""
@@ -72,8 +76,9 @@ class StepCounts:
         assert not is_settled or self.num_mispredictions == 0, f"{where}: {self}"
 
     def check_gathers(self, where: str, num_kept: int = 0) -> None:
-        """Nothing is gathered that is not used."""
-        assert self.num_gathers == self.num_uses - num_kept > 0, f"{where}: {self}"
+        """Nothing is gathered that is not used, or twice at a turn."""
+        assert self.num_kept_at_turn == self.num_turns, f"{where}: {self}"
+        assert self.num_gathers == self.num_uses - self.num_turns - num_kept > 0, f"{where}: {self}"
 
 
 class CountingRun(ShardedRun):
@@ -91,11 +96,13 @@ class CountingRun(ShardedRun):
     def _microbatch(self, microbatch: Microbatch, where: str) -> None:
         step = self.steps[-1]
         step.num_uses -= sum(self._uses.values())
+        step.num_turns -= self.num_turns
         step.add_stats(self.model, -1)
         with count_collectives() as log:
             super()._microbatch(microbatch, where)
             finalize_grads(self.model)
         step.num_uses += sum(self._uses.values())
+        step.num_turns += self.num_turns
         step.add_stats(self.model, 1)
         step.num_all_gathers += log.count("all_gather")
         step.num_reduce_scatters += log.count("reduce_scatter")
@@ -143,6 +150,7 @@ def steps_of(*microbatches: Forward, num: int = 3) -> tuple[Step, ...]:
 def test_plain_microbatches(mesh):
     steps, trace = run_counted(Program(DECODER, steps_of(ALL, ALL)), mesh, settled_after=1)
     assert steps[-1].num_uses == 2 * (8 + 7) and steps[-1].num_on_demand == 2  # first of each pass
+    assert steps[-1].num_turns == 2 and steps[0].num_kept_at_turn == 1  # the order is known from the second pass on
     assert all(trained(trace, name) == 3 for name in FIRST_BLOCK)
 
 
@@ -248,7 +256,8 @@ def test_full_recompute(mesh, recompute, keep_bytes):
     program = Program((BLOCK,) * 16, steps_of(forward, num=5), config={"recompute_keep_bytes": keep_bytes})
     num_kept = 32 if keep_bytes is None else 0
     steps, trace = run_counted(program, mesh, settled_after=3, num_kept=num_kept)
-    assert steps[-1].num_uses == 96 and steps[-1].num_gathers == 96 - num_kept and steps[-1].num_reductions == 32
+    assert steps[-1].num_uses == 96 and steps[-1].num_turns == 0  # the backward begins with a recompute
+    assert steps[-1].num_gathers == 96 - num_kept and steps[-1].num_reductions == 32
     assert trained(trace, "units.0.first.weight") == 5
 
 
@@ -282,6 +291,14 @@ def pipeline_order(num_stages: int, num_chunks: int, num_microbatches: int, rank
             yield action("F", number)
         if number >= num_warmup:
             yield action("B", number - num_warmup)
+
+
+def num_turns(order: list[Action]) -> int:
+    """How often a chunk's forward is followed by a backward of that chunk, whatever other chunks do in between."""
+    by_chunk: dict[int, str] = {}
+    for action in order:
+        by_chunk[action.chunk] = by_chunk.get(action.chunk, "") + action.kind
+    return sum(kinds.count("FB") for kinds in by_chunk.values())
 
 
 SLOW_PIPELINES = [pytest.param(4, num_chunks, marks=pytest.mark.slow) for num_chunks in (3, 4)]
@@ -330,7 +347,7 @@ class ChunkRun:
     def run(self, num_steps: int) -> Trace:
         """Steps, with the sign of the gradient as update."""
         for step in range(num_steps):
-            counts = StepCounts(num_uses=len(self.order) * NUM_CHUNK_WEIGHTS)
+            counts = StepCounts(len(self.order) * NUM_CHUNK_WEIGHTS, num_turns(self.order))
             counts.add_stats(self.chunks, -1)
             with count_collectives() as log:
                 self._actions(step)
@@ -356,6 +373,7 @@ def test_pipeline_ranks(mesh, world_size, num_stages, num_chunks):
     for stage in range(num_stages):
         order = list(pipeline_order(num_stages, num_chunks, 4, stage))
         assert len(order) == len(set(order)) == 2 * 4 * num_chunks
+        assert num_turns(order) == 4 or num_chunks > 1 or stage < num_stages - 1  # at the last stage of 1F1B: each
         sharded = ChunkRun(order, num_chunks, mesh, world_size)
         trace = sharded.run(5)
         expected = ChunkRun(order, num_chunks, num_peers=world_size).run(5)
@@ -391,7 +409,7 @@ def test_teacher_and_student_as_two_roots(mesh, rank, world_size):
         parallelize_module(model, mesh, GTPStyle(min_numel=1))
     generator = torch.Generator().manual_seed(0)
     for step in range(4):
-        counts = StepCounts(num_uses=2 * (5 + 5 + 4))
+        counts = StepCounts(num_uses=2 * (5 + 5 + 4), num_turns=2)
         counts.add_stats(models, -1)
         for _ in range(2):
             whole = torch.randint(-2, 3, (4, SAMPLE_ROWS, DIM), generator=generator).float()

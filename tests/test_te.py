@@ -99,8 +99,10 @@ def test_every_class_as_unsharded(mesh, rank, world_size, reentrant):
         assert (found.num_forward_gathers, found.num_recompute_gathers) == (3, kept)
         assert (found.num_backward_gathers, found.num_reductions) == (3 - kept, 3)
         assert found.live_lease_bytes == found.num_pending == found.num_mispredictions == 0
-        model(batch_of(rank))
-        assert stats(model).num_prefetch_hits > 0  # from the second pass on
+        mean_square(model(batch_of(rank).requires_grad_())).backward()
+        found = stats(model)
+        assert found.num_prefetch_hits > 0 and found.num_kept_at_turn == (reentrant is None)  # from the second pass on
+        assert found.num_backward_gathers == 2 * (3 - kept) - found.num_kept_at_turn
         parts = model.b.__dict__
         assert "weight" not in parts and isinstance(model.b.weight, DTensor) and not parts["fuse_wgrad_accumulation"]
 
@@ -258,19 +260,21 @@ def test_parameters_in_fp8_travel_in_fp8(mesh, rank, world_size, kind):
                 mean_square(model(batch_of(rank, 9, 12, DIM))).backward()
         found = stats(model)
         hidden = 2 * DIM + 32
-        numel = hidden * DIM + DIM * hidden + 3 * DIM * DIM
+        numels = [hidden * DIM, DIM * hidden, 3 * DIM * DIM]  # of a, b, c
         if (
             kind == "block"
         ):  # cut at blocks of 128 rows: 4 of them for 288 rows, 2 for each expert; with scales for 4 columns
             num_rows = (4 * 128, 128 * 2, 3 * 256)
-            numel = sum(rows * columns for rows, columns in zip(num_rows, (DIM, hidden, DIM)))
-            numel += sum(rows // 128 * 4 * 4 for rows in num_rows)
+            numels = [rows * columns for rows, columns in zip(num_rows, (DIM, hidden, DIM))]
+            numels = [numel + rows // 128 * 4 * 4 for numel, rows in zip(numels, num_rows)]
         if kind == "mx":  # cut at blocks of 32 rows, the views of both directions alike: 5 blocks a rank of 288 rows
-            numel = 320 * DIM + DIM * hidden + 3 * 128 * DIM
-            numel += numel // 32
+            numels = [numel * 33 // 32 for numel in (320 * DIM, DIM * hidden, 3 * 128 * DIM)]
         if kind == "nv":  # two codes a byte, and a scale for 16 x 16
-            numel = numel // 2 + numel // 256
-        assert found.gather_bytes == 4 * numel
+            numels = [numel // 2 + numel // 256 for numel in numels]
+        # Two microbatches, two directions. Where both read the same codes, c stays from its forward.
+        kept = 0 if kind == "mx" else 2
+        assert weights[2].counters.num_kept_at_turn == found.num_kept_at_turn == kept
+        assert found.gather_bytes == 4 * sum(numels) - kept * numels[2]
         assert found.num_quantizations == 3  # once a step, for two microbatches
         assert found.live_lease_bytes == 0
 

@@ -158,13 +158,13 @@ def check_classes(mesh, rank, recipe_name, config, native, **options):
         assert wire == names.get(recipe_name, "fp8"), wire
         faults += train(kind, recipe_name, module, rank, rounds=recipe_name != "bf16" and not native)
         found = stats(module)
-        counted = (found.num_forward_gathers, found.num_backward_gathers, found.num_reductions)
-        if counted != (3, 3, 3) or found.live_lease_bytes or found.num_pending:
+        counted = (found.num_forward_gathers, found.num_backward_gathers, found.num_kept_at_turn, found.num_reductions)
+        if counted != (3, 1, 2, 3) or found.live_lease_bytes or found.num_pending:
             faults.append(f"{kind} {recipe_name}: {found}")
         if native and recipe_name in ("delayed", "current"):
             numel = OUT * IN * (len(SPLITS) if kind == "GroupedLinear" else 1)
-            if found.gather_bytes != 6 * numel:
-                faults.append(f"{kind} {recipe_name}: {found.gather_bytes} bytes, not {6 * numel}")
+            if found.gather_bytes != 4 * numel:
+                faults.append(f"{kind} {recipe_name}: {found.gather_bytes} bytes, not {4 * numel}")
     assert not faults, "\n".join(faults)
 
 

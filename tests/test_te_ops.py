@@ -90,8 +90,10 @@ def test_pipelines_as_unsharded(mesh, rank, world_size, reentrant):
         kinds = {use.kind for use in weight_of(model.second, "weight").runtime.schedule.period()}
         first = Kind.INFERENCE if reentrant else Kind.FORWARD
         assert kinds == {first, Kind.BACKWARD} | ({Kind.RECOMPUTE} if kept else set())
-        model(batch_of(rank))
-        assert stats(model).num_prefetch_hits > 0
+        mean_square(model(batch_of(rank).requires_grad_())).backward()
+        found = stats(model)
+        assert found.num_prefetch_hits > 0 and found.num_kept_at_turn == (reentrant is None)
+        assert found.num_backward_gathers == 2 * (3 - kept) - found.num_kept_at_turn
         assert not any(name.startswith(("weight", "bias")) for name in model.second.__dict__)
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ..layout import RowCut
     from ..weight import ShardedWeight
 
+# (stream id, device index, device type) of the current stream of a CUDA device: cheaper than a Stream object.
+current_stream = getattr(torch._C, "_cuda_getCurrentStream", None)  # None where torch has no CUDA
 # torch 2.13 has both names of each; the first one is all that torch 2.11 has.
 _GATHER = "_allgather_base" if hasattr(dist.ProcessGroup, "_allgather_base") else "all_gather_single"
 _REDUCE = "_reduce_scatter_base" if hasattr(dist.ProcessGroup, "_reduce_scatter_base") else "reduce_scatter_single"
@@ -83,11 +85,11 @@ class Transfer:
             self._hand_back()
         self.tensors = ()
 
-    def __del__(self) -> None:
-        # A transfer that nobody waited for dies with its model: a GPU's stream has to be told before the memory is
-        # reused; a CPU's collective holds its own tensors.
-        if not self._is_done and self._home is not None:
-            self._work.wait()
+    def abandon(self) -> None:
+        """:meth:`release`, by who holds this and dies: perhaps nobody waited, and a GPU's stream has to be told before
+        the memory is reused; a CPU's collective holds its own tensors, and its peers may be gone."""
+        if self._home is not None:
+            self.release()
 
     def _hand_back(self) -> None:
         """The home stream waits for the transfer and for the readers on this stream."""
@@ -96,11 +98,6 @@ class Transfer:
         with torch.cuda.stream(home):
             self._work.wait()
             home.wait_event(read)
-
-
-def current_stream(device_index: int) -> tuple[int, int, int]:
-    """(stream id, device index, device type) of the current CUDA stream: cheaper than a Stream object."""
-    return torch._C._cuda_getCurrentStream(device_index)
 
 
 class CollectiveTransport:
@@ -151,7 +148,9 @@ class CollectiveTransport:
         order. Both are contiguous; where ``dim`` is 1, each of their parts along dim 0 is, and all of them travel as
         one coalesced collective."""
         if dim == 0:
-            return Transfer(getattr(self.gather_group, _GATHER)(buffer, shard), self._home(), (buffer, shard))
+            index = self._device_index
+            home = None if index is None else current_stream(index)
+            return Transfer(getattr(self.gather_group, _GATHER)(buffer, shard), home, (buffer, shard))
         work = self.gather_group.allgather_into_tensor_coalesced(list(buffer.unbind()), list(shard.unbind()))
         return Transfer(work, self._home(), (buffer, shard))
 
@@ -189,7 +188,8 @@ class CollectiveTransport:
             work = getattr(self.reduce_group, _REDUCE)(out, buffer)
         else:
             work = self.reduce_group.reduce_scatter_tensor_coalesced(list(out.unbind()), list(buffer.unbind()))
-        return Transfer(work, self._home(), (out, buffer))
+        index = self._device_index
+        return Transfer(work, None if index is None else current_stream(index), (out, buffer))
 
     def all_to_all(self, buffer: torch.Tensor, dim: int = 0) -> Transfer:
         """Start giving every rank its rows of ``buffer`` (contiguous), 1/size of those along ``dim``.

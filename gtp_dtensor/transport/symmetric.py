@@ -83,9 +83,12 @@ class PeerReads:
         self.tensors = ()
         transport.free_events.append(ready)
 
-    def __del__(self) -> None:
-        if self._ready is not None and not self._is_done:
+    def abandon(self) -> None:
+        """Who holds this dies, and perhaps nobody waited."""
+        if self._ready is not None:
             self._transport.fabric.wait(self._home, self._ready)
+            self._transport.free_events.append(self._ready)
+            self._ready = None
 
 
 class Ticket:
@@ -109,9 +112,6 @@ class Ticket:
         if self._done is not None:
             self._transport.free_events.append(self._done)
             self._done = None
-
-    def __del__(self) -> None:
-        self.wait()  # before the memory that it reads and writes is used for something else
 
 
 class Take:
@@ -154,7 +154,8 @@ class SymmetricTransport(CollectiveTransport):
         self._issued = self._new_event()
         self._say_read, self._take_read = self._signals(0, 1, _READING, "until all have read their compute shards")
         self._say_written, self._take_written = self._signals(1, 1, _REWRITING, "for rewritten compute shards")
-        self._shared: dict[Address, tuple[Shared, int]] = {}  # where a tensor begins: its memory, and place in it
+        # Where a tensor of ours begins: (its memory, each rank and where its tensor begins, in the order of reading).
+        self._shared: dict[Address, tuple[Shared, list[tuple[int, Address]]]] = {}
         self._placed: weakref.WeakKeyDictionary[ShardedWeight, tuple] = weakref.WeakKeyDictionary()
         self._inbox: Inbox | None = None
         self._pieces: weakref.WeakKeyDictionary[ShardedWeight, tuple[int, list[Piece]]] = weakref.WeakKeyDictionary()
@@ -268,7 +269,8 @@ class SymmetricTransport(CollectiveTransport):
             addresses = []
             for key, tensor in tensors.items():
                 addresses.append(tensor.data_ptr())
-                self._shared[addresses[-1]] = shared, places[key][0]
+                sources = [(rank, shared.ptrs[rank] + places[key][0]) for rank in (*self._peers, self.rank)]
+                self._shared[addresses[-1]] = shared, sources
             forget = weakref.finalize(weight, _forget, self._shared, addresses)
             forget.atexit = False
             self._placed[weight] = sent, forget
@@ -289,16 +291,17 @@ class SymmetricTransport(CollectiveTransport):
         ready = self._event()
         fabric.record(self._issued, home)  # former readers of the buffers
         fabric.wait(lane, self._issued)
+        copy = fabric.copy
         for buffer, part in zip(buffers, parts):
-            shared, offset = self._shared[part.data_ptr()]
-            to, num_runs = buffer.data_ptr(), math.prod(part.shape[:dim])
-            width = part.nbytes // num_runs
-            for rank in (*self._peers, self.rank):
-                source = shared.ptrs[rank] + offset
-                if num_runs == 1:
-                    fabric.copy(to + rank * width, source, width, lane)
-                else:
-                    fabric.copy_rows(to + rank * width, width * self.size, source, width, width, num_runs, lane)
+            _, sources = self._shared[part.data_ptr()]
+            to, width, num_runs = buffer.data_ptr(), part.nbytes, math.prod(part.shape[:dim]) if dim else 1
+            if num_runs == 1:
+                for rank, source in sources:
+                    copy(to + rank * width, source, width, lane)
+                continue
+            width //= num_runs
+            for rank, source in sources:
+                fabric.copy_rows(to + rank * width, width * self.size, source, width, width, num_runs, lane)
         fabric.record(ready, lane)
         return PeerReads(self, ready, home, buffers)
 
@@ -404,6 +407,6 @@ def _view(memory: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtyp
     return memory[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
-def _forget(shared: dict[Address, tuple[Shared, int]], addresses: list[Address]) -> None:
+def _forget(shared: dict[Address, tuple], addresses: list[Address]) -> None:
     for address in addresses:
         shared.pop(address, None)
