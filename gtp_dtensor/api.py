@@ -23,7 +23,7 @@ def finalize_grads(model: nn.Module) -> None:
     """Wait for all pending gradient reductions of ``model`` and accumulate them into ``.grad``.
 
     Done by itself at the end of every backward and before every optimizer step; nothing is pending afterwards, also of
-    what :func:`set_requires_gradient_sync` kept back. Gathers that were issued ahead and not used are freed.
+    what :func:`set_requires_gradient_sync` kept back. Gathers for a backward that were issued ahead and not used are freed.
     """
     for runtime in model_runtimes(model):
         runtime.finalize()
@@ -251,7 +251,7 @@ def issue_positions(runtime: Runtime, uses: list[Use]) -> list[int | None]:
         distance = runtime.distance(use.weight, peek, aheads[now])
         for position in range(now + 1, min(now + 1 + distance, len(uses))):
             coming = uses[position]
-            if is_out_of_reach(coming, is_backward):
+            if is_out_of_reach(coming, is_backward, runtime.has_optimizer):
                 break
             if coming.weight not in waiting and issued[position] is not None:
                 waiting[coming.weight] = position

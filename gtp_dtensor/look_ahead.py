@@ -49,7 +49,7 @@ class Gather:
     compute_ns: int  # until the next use
 
 
-def plan(gathers: Sequence[Gather], budget: int) -> tuple[list[int], list[int]]:
+def plan(gathers: Sequence[Gather], budget: int, is_microbatch: bool = False) -> tuple[list[int], list[int]]:
     """(how many uses ahead gathers are issued at each use, nanoseconds that each use is expected to wait).
 
     At least the next use's gather is issued, whatever the budget.
@@ -57,6 +57,7 @@ def plan(gathers: Sequence[Gather], budget: int) -> tuple[list[int], list[int]]:
     Args:
         gathers: of each use of a step, in order.
         budget: bytes of gathered weights that may wait for their uses at one time.
+        is_microbatch: an optimizer tells of its steps, see :func:`~.schedule.is_out_of_reach`.
     """
     wanted = _latest_issues(gathers)
     last = 0  # the farthest use whose gather has been issued
@@ -65,7 +66,7 @@ def plan(gathers: Sequence[Gather], budget: int) -> tuple[list[int], list[int]]:
     for now in range(len(gathers)):
         last = max(last, now)
         waiting = sum(gather.num_bytes for gather in gathers[now + 1 : last + 1])
-        while last + 1 < len(gathers) and _is_in_reach(gathers, now, last + 1):
+        while last + 1 < len(gathers) and _is_in_reach(gathers, now, last + 1, is_microbatch):
             num_bytes = gathers[last + 1].num_bytes
             is_next = last == now
             if not is_next and (wanted[last + 1] > now or waiting + num_bytes > budget):
@@ -77,9 +78,10 @@ def plan(gathers: Sequence[Gather], budget: int) -> tuple[list[int], list[int]]:
     return aheads, _expected_waits(gathers, issued_at)
 
 
-def _is_in_reach(gathers: Sequence[Gather], now: int, coming: int) -> bool:
+def _is_in_reach(gathers: Sequence[Gather], now: int, coming: int, is_microbatch: bool) -> bool:
     is_backward = gathers[now].use.kind in IN_BACKWARD
-    return not any(is_out_of_reach(gather.use, is_backward) for gather in gathers[now + 1 : coming + 1])
+    between = gathers[now + 1 : coming + 1]
+    return not any(is_out_of_reach(gather.use, is_backward, is_microbatch) for gather in between)
 
 
 def _latest_issues(gathers: Sequence[Gather]) -> list[int]:
@@ -215,7 +217,7 @@ class LookAhead:
             weight = runtime.weights[use.weight]()
             num_bytes = 0 if weight is None else weight.gathered_bytes
             gathers.append(Gather(use, num_bytes, gather_ns.get(num_bytes, 0), compute_ns))
-        aheads, waits = plan(gathers, runtime.config.look_ahead_bytes)
+        aheads, waits = plan(gathers, runtime.config.look_ahead_bytes, runtime.has_optimizer)
         runtime.schedule.plan(aheads)
         self._is_planned = True
         computing = sum(gather.compute_ns for gather in gathers)

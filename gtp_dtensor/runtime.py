@@ -75,7 +75,7 @@ class Runtime:
         self._starts_pass = False  # the next use is the first of a pass
         self.finite_check: FiniteCheck | None = None  # of the last quantization, on its way to the host
         self.is_compiled = False  # compiled code uses our weights
-        self._has_optimizer = False  # an optimizer stepped on our weights
+        self.has_optimizer = False  # an optimizer stepped on our weights
         self._mispredictions_pruned = 0
         self._backwards: dict[int, weakref.ref[_BackwardEnd]] = {}
         self.look_ahead = LookAhead(self)
@@ -178,7 +178,7 @@ class Runtime:
                 state.prune()
         # Writes that leave no trace (param.data, foreach kernels, an EMA) are common before an evaluation and in models
         # that no optimizer trains: there the copies are made anew each pass. In training the optimizer signals.
-        if not (torch.is_grad_enabled() and self._has_optimizer):
+        if not (torch.is_grad_enabled() and self.has_optimizer):
             self.distrust_copies()
 
     def exit_root(self) -> None:
@@ -233,14 +233,15 @@ class Runtime:
         self._backwards.clear()
 
     def finalize(self, syncs_gradients: bool = True) -> None:
-        """Accumulate all pending reductions, free what was gathered and not used in a backward.
+        """Accumulate all pending reductions, free what was gathered for a backward and not used.
 
-        Without ``syncs_gradients``, those that are to reach the replicas too stay kept back.
+        Without ``syncs_gradients``, those that are to reach the replicas too stay kept back. What the next microbatch's
+        forward begins with may stay gathered.
         """
         if not in_backward():
             self.enter()  # drops the reductions of a backward that raised
         self.reducer.drain(syncs_gradients)
-        self.free_unused_leases()
+        self.free_unused_leases(but_for_forward=True)
 
     def _void(self) -> None:
         self.reducer.void()
@@ -384,11 +385,13 @@ class Runtime:
         if distance is None or schedule.ahead is not None:
             distance = self.distance(used.index, schedule.peek, schedule.ahead)
         is_backward = current is _BACKWARD or current is _RECOMPUTE
-        for use in (coming,) if distance == 1 else schedule.coming(distance):
+        for ahead, use in enumerate((coming,) if distance == 1 else schedule.coming(distance)):
             index, kind, starts_pass = use
             is_like_this = (kind is _BACKWARD or kind is _RECOMPUTE) is is_backward and not starts_pass
-            if not is_like_this and is_out_of_reach(use, is_backward):
-                return
+            if not is_like_this:
+                is_microbatch = is_backward and self.has_optimizer and schedule.stays_in_step(ahead)
+                if is_out_of_reach(use, is_backward, is_microbatch):
+                    return
             weight = self.weights[index]()
             if weight is None:
                 return
@@ -453,10 +456,14 @@ class Runtime:
             self._kept_bytes -= lease.num_bytes
         lease.end()
 
-    def free_unused_leases(self) -> None:
+    def free_unused_leases(self, but_for_forward: bool = False) -> None:
+        """Those that wait for a use, perhaps without those that wait for one of a forward."""
         for weight in self.live_weights():
-            if weight.next_lease is not None or weight.kept_lease is not None:
-                weight.drop_leases()
+            for lease in (weight.next_lease, weight.kept_lease):
+                if lease is not None and not (
+                    but_for_forward and lease is weight.next_lease and lease.kind is _FORWARD
+                ):
+                    self.drop(lease)
 
     def reset_counters(self) -> None:
         """All to zero; the peak of gathered bytes starts at what is gathered now."""
@@ -484,6 +491,6 @@ class Runtime:
         for weight in self.live_weights():
             if weight.param.requires_grad or weight.param.grad is not None:
                 weight.mark_changed()
-        self._has_optimizer = True
+        self.has_optimizer = True
         if self.schedule.mark_step():
             self.look_ahead.after_step()

@@ -35,15 +35,18 @@ class Use(NamedTuple):
     starts_pass: bool  # whether the root's forward, or a backward, was entered since the previous use
 
 
-def is_out_of_reach(use: Use, is_backward: bool) -> bool:
+def is_out_of_reach(use: Use, is_backward: bool, is_microbatch: bool = False) -> bool:
     """Whether ``use`` lies beyond what may be gathered ahead from a forward, or from a backward.
 
     Beyond the end of a pass lies the user's code, perhaps an optimizer step. But the backward after a forward may find
-    its first weights gathered.
+    its first weights gathered, and so may the forward of the next microbatch its first one, where it is known that no
+    optimizer steps before (``is_microbatch``).
     """
     if use.kind in IN_BACKWARD:
         return use.starts_pass and is_backward
-    return use.starts_pass or is_backward
+    if is_backward:
+        return not (is_microbatch and use.starts_pass and use.kind is Kind.FORWARD)
+    return use.starts_pass
 
 
 def block_distance(
@@ -95,13 +98,18 @@ class Schedule:
         self._aheads: list[int | None] | None = None  # planned, beside the history
         self.ahead: int | None = None  # the plan at the newest use, if there is one
         self._steps: deque[int] = deque(maxlen=2)  # history lengths at the last two optimizer steps
+        self._step_starts: set[int] = set()  # entries before which an optimizer stepped
+        self._has_stepped = False  # since the newest use
 
     def record(self, weight: int, kind: Kind, starts_pass: bool) -> bool:
         """Append a use. Returns False where a prediction existed and was another one."""
         history, predicted = self._history, self.next_use
         is_as_predicted = True
         if predicted is not None and predicted[0] == weight and predicted[1] is kind:
-            pointer = self._pointer = self._pointer + 1
+            pointer = self._pointer + 1
+            if self._has_stepped:
+                pointer = self._step_like(predicted, pointer)
+            self._pointer = pointer
             history.append(predicted if predicted[2] == starts_pass else Use(weight, kind, starts_pass))
             self.next_use = history[pointer + 1]
         else:
@@ -110,6 +118,7 @@ class Schedule:
             history.append(Use(weight, kind, starts_pass))
             self.next_use = None if pointer is None else history[pointer + 1]
             is_as_predicted = predicted is None
+        self._has_stepped = False
         if self._aheads is not None:
             self.ahead = None if pointer is None else self._aheads[pointer]
             self._aheads.append(self.ahead)
@@ -124,6 +133,25 @@ class Schedule:
         place = self._pointer + 1 + ahead
         return self._history[place] if place < len(self._history) else None
 
+    def stays_in_step(self, ahead: int) -> bool:
+        """Whether it is known that no optimizer steps before the predicted use that follows ``ahead`` others: what is
+        predicted was seen in an earlier step than this, which tells where a step ends."""
+        if not self._steps or self._pointer is None or self._pointer >= self._steps[-1]:
+            return False
+        first = self._pointer + 1
+        return self._step_starts.isdisjoint(range(first, first + ahead + 1))
+
+    def _step_like(self, use: Use, place: int) -> int:
+        """The newest entry like ``use`` before which an optimizer stepped; ``place`` where there is none. Microbatches may be
+        alike: but what follows the last one, only a whole step tells."""
+        if place in self._step_starts:
+            return place
+        self._index()
+        earlier = self._newest.get(use[:2])
+        while earlier is not None and earlier not in self._step_starts:
+            earlier = self._previous[earlier]
+        return place if earlier is None else earlier
+
     def coming(self, num: int) -> list[Use]:
         """The uses that are predicted to follow, ``num`` of them at most."""
         if self._pointer is None:
@@ -136,6 +164,8 @@ class Schedule:
         if self._steps and self._steps[-1] == len(self._history):
             return False
         self._steps.append(len(self._history))
+        self._step_starts.add(len(self._history))
+        self._has_stepped = True
         return True
 
     def period(self) -> list[Use]:
@@ -211,3 +241,4 @@ class Schedule:
         if self._pointer is None:
             self.next_use = None
         self._steps = deque((step - cut for step in self._steps if step >= cut), maxlen=2)
+        self._step_starts = {step - cut for step in self._step_starts if step >= cut}
