@@ -114,7 +114,8 @@ def test_gathers_are_uses(mesh, rank, world_size, tied, recompute):
         s = stats(model)
         totals = s.num_forward_gathers, s.num_recompute_gathers, s.num_backward_gathers, s.num_kept_at_turn
         assert (*totals, s.num_reductions) == tuple(map(sum, zip(*expected.values())))
-        assert s.num_on_demand_gathers == 2  # the first weight of each forward
+        # The first weight of each forward, and once a whole step was seen of the first one.
+        assert s.num_on_demand_gathers == (2 if step == 1 else 1)
         assert (s.num_mispredictions, s.num_pending, s.live_lease_bytes) == (0, 0, 0)
     rows = schedule_table(model)
     heads = [row for row in rows if row.weight == ("tok_embeddings.weight" if tied else "output.weight")]
