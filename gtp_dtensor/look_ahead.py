@@ -102,7 +102,7 @@ def _latest_issues(gathers: Sequence[Gather]) -> list[int]:
 
 
 def _expected_waits(gathers: Sequence[Gather], issued_at: Sequence[int]) -> list[int]:
-    waits, began, now, wire = [], [], 0, 0
+    waits, now, wire = [], 0, 0
     arrives = [0] * len(gathers)
     of_use: dict[int, list[int]] = {}
     for position, issue in enumerate(issued_at):
@@ -112,9 +112,7 @@ def _expected_waits(gathers: Sequence[Gather], issued_at: Sequence[int]) -> list
             wire = max(wire, now) + gathers[coming].gather_ns
             arrives[coming] = wire
         waits.append(max(0, arrives[position] - now) if gather.num_bytes else 0)
-        now += waits[-1]
-        began.append(now)
-        now += gather.compute_ns
+        now += waits[-1] + gather.compute_ns
     return waits
 
 

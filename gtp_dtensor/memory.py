@@ -88,13 +88,12 @@ class GTPMemory:
 def memory_table(model: nn.Module) -> GTPMemory:
     """What ``model`` holds in memory for its last whole step, without activations and optimizer state."""
     result = GTPMemory()
-    members = {id(member.param): member for member in model_members(model)}
     for param in model.parameters():
         local = getattr(param, "_local_tensor", param)
         result.parameters += local.nbytes
     runtimes = model_runtimes(model)
     result.symmetric = sum(transport.num_bytes for transport in {runtime.transport for runtime in runtimes})
-    for member in members.values():
+    for member in dict.fromkeys(model_members(model)):
         if isinstance(member, ShardedWeight) and not member.is_placed:
             result.compute_shards += _compute_shard_bytes(member)
     result.rows = [list(_Walk(runtime, runtime.schedule.period()).rows()) for runtime in runtimes]

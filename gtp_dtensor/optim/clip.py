@@ -39,7 +39,8 @@ class _Holders:
     local: list[torch.Tensor] = field(default_factory=list)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``tensor``, complete."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
@@ -70,7 +71,7 @@ def _owned(grad: DTensor, caller: str) -> torch.Tensor | None:
             f"{(mesh.mesh_dim_names or range(mesh.ndim))[axis]!r}: reduce it first (finalize_grads)"
         )
     is_copy = any(placement.is_replicate() and place for placement, place in zip(grad.placements, coordinate))
-    return None if is_copy else _local(grad)
+    return None if is_copy else local_of(grad)
 
 
 def _check_grad(parameter: torch.Tensor, caller: str) -> None:
@@ -106,7 +107,7 @@ def _holders(parameters: list[torch.Tensor], caller: str) -> list[_Holders]:
             holders.axes = min(holders.axes, axes, key=len)
         if parameter.grad is not None:
             _check_grad(parameter, caller)
-            local = _owned(parameter.grad, caller) if mesh is not None else _local(parameter.grad)
+            local = _owned(parameter.grad, caller) if mesh is not None else local_of(parameter.grad)
             if local is not None and local.numel():
                 by_mesh[mesh].local.append(local)
     return list(by_ranks.values()) or [_Holders(frozenset(), [])]
@@ -123,7 +124,7 @@ def _check_groups(groups: Sequence[dist.ProcessGroup], caller: str) -> None:
 
 
 def _device(parameters: list[torch.Tensor], groups: Sequence[dist.ProcessGroup], caller: str) -> torch.device:
-    devices = dict.fromkeys(_local(parameter).device for parameter in parameters)
+    devices = dict.fromkeys(local_of(parameter).device for parameter in parameters)
     if len(devices) > 1:
         raise ValueError(f"{caller}: parameters are on several devices: {', '.join(map(str, devices))}")
     if devices:
@@ -250,7 +251,7 @@ def _scale_grads(parameters: list[torch.Tensor], factor: torch.Tensor) -> None:
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            local = _local(parameter.grad)
+            local = local_of(parameter.grad)
             by_dtype.setdefault(local.dtype, []).append(local)
     for dtype, grads in by_dtype.items():
         torch._foreach_mul_(grads, factor.to(dtype))

@@ -70,10 +70,6 @@ class Matrix:
         return sorted(nearest.values())
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def ranks_of(param: torch.Tensor) -> tuple[int, ...]:
     """The ranks that hold pieces of ``param``, ascending; none where it is this rank's own."""
     if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
@@ -82,12 +78,12 @@ def ranks_of(param: torch.Tensor) -> tuple[int, ...]:
 
 
 def matrices_of(
-    params: Sequence[torch.Tensor], group: dist.ProcessGroup | None, cost: Callable[[torch.Tensor, int, int], float]
+    params: Sequence[torch.Tensor], group: dist.ProcessGroup | None, cost: Callable[[int, int], float]
 ) -> list[Matrix]:
     """The matrices of ``params``, all of which lie on the ranks of ``group``. Collective.
 
     Args:
-        cost: of (parameter, rows, columns).
+        cost: of (rows, columns).
     """
     mine = [_place(param) for param in params]
     everyones: list = [mine]
@@ -102,9 +98,7 @@ def matrices_of(
         for expert in range(stack[0]) if stack else [None]:
             regions = [_region(shape, offset, expert) for shape, offset in places]
             first = places[rank][1][0] if stack else 0
-            matrix = Matrix(
-                param, expert, (num_rows, num_columns), cost(param, num_rows, num_columns), regions, None, first
-            )
+            matrix = Matrix(param, expert, (num_rows, num_columns), cost(num_rows, num_columns), regions, None, first)
             found.append(matrix)
     return found
 

@@ -25,6 +25,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
 from ..plan import clean_fqn
+from .clip import local_of
 from .matrices import Matrix, Round, deal_out, matrices_of, ranks_of, rounds_of
 
 HOME_RANK, DUPLICATED = ALGORITHMS = ("home_rank", "duplicated")
@@ -196,10 +197,10 @@ class Muon(Optimizer):
         states = [self.state[param] for param in params]
         # It is elementwise, and DTensors of different meshes do not go into one call.
         adamw(
-            [_local(param) for param in params],
-            [_local(param.grad) for param in params],
-            [_local(state["exp_avg"]) for state in states],
-            [_local(state["exp_avg_sq"]) for state in states],
+            [local_of(param) for param in params],
+            [local_of(param.grad) for param in params],
+            [local_of(state["exp_avg"]) for state in states],
+            [local_of(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             foreach=True,
@@ -220,18 +221,18 @@ class Muon(Optimizer):
         for param in params:
             if "momentum_buffer" not in self.state[param]:
                 self.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
-            _local(self.state[param]["momentum_buffer"]).lerp_(_local(param.grad), 1 - momentum)
-            _local(param).mul_(1 - lr * group["weight_decay"])
+            local_of(self.state[param]["momentum_buffer"]).lerp_(local_of(param.grad), 1 - momentum)
+            local_of(param).mul_(1 - lr * group["weight_decay"])
 
         def piece_of(matrix: Matrix) -> torch.Tensor:
-            buffer = matrix.local_piece(_local(self.state[matrix.param]["momentum_buffer"]))
+            buffer = matrix.local_piece(local_of(self.state[matrix.param]["momentum_buffer"]))
             if not group["nesterov"]:
                 return buffer
-            return matrix.local_piece(_local(matrix.param.grad)).lerp(buffer, momentum)
+            return matrix.local_piece(local_of(matrix.param.grad)).lerp(buffer, momentum)
 
         def apply(done: Round) -> None:
             for matrix, update in done.take():
-                local = matrix.local_piece(_local(matrix.param))
+                local = matrix.local_piece(local_of(matrix.param))
                 _apply(local, update, matrix, group, lr, self._row(matrix, process_group))
 
         rounds = self._rounds(group, params, process_group)
@@ -271,20 +272,16 @@ class Muon(Optimizer):
         key = tuple(map(id, params))
         if key not in self._plans:
             steps = group["ns_steps"]
-            matrices = matrices_of(params, process_group, lambda _, *shape: _cost(*shape, group["row_layout"], steps))
+            matrices = matrices_of(params, process_group, lambda *shape: _cost(*shape, group["row_layout"], steps))
             size = 1 if process_group is None else process_group.size()
             if self.algorithm == HOME_RANK and size > 1:
                 deal_out(matrices, size)
-            device = _local(params[0]).device
+            device = local_of(params[0]).device
             self._plans[key] = [
                 Round(taken, process_group, device, _COMPUTE_DTYPE)
                 for taken in rounds_of(matrices, size, _MOST_ELEMENTS)
             ]
         return self._plans[key]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _check(group: dict[str, Any]) -> None:
