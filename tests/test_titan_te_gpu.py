@@ -27,7 +27,6 @@ from titan_integration.transformer_engine import use_te_linears
 
 BACKEND = "--gtp.linear_backend=transformer_engine"
 LR = 1e-3
-NUM_STEPS = 6
 ROWS, COLUMNS = 2, 128  # of a rank's batch
 on_four = ranks(4, device="cuda", timeout=240, group_timeout=120)
 
@@ -108,19 +107,19 @@ class Unsharded:
 
 def batch(step, replica):
     generator = torch.Generator("cuda").manual_seed(7 * step + replica)
-    # Something to learn: a token follows from the one before.
+    # Something to learn, but no more than log(8): a token follows from the one before but for a number up to 8.
     first = torch.randint(0, 2048, (ROWS, 1), device="cuda", generator=generator)
-    tokens = (first + 3 * torch.arange(COLUMNS + 1, device="cuda")) % 257
+    tokens = (first + torch.randint(1, 9, (ROWS, COLUMNS + 1), device="cuda", generator=generator).cumsum(1)) % 257
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def losses(model, finish, dims, copies=1, lr=LR):
+def losses(model, finish, dims, num_steps, copies=1, lr=LR):
     """The mean loss over all ranks in each step. ``copies``: how many ranks add the same gradient."""
     num_replicas = dims.get_mesh("batch").size()
     replica = dims.get_mesh("batch").get_local_rank()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-6)
     found = []
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         tokens, labels = batch(step, replica)
         logits = model(tokens).float()
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (num_replicas * ROWS * COLUMNS)
@@ -134,11 +133,11 @@ def losses(model, finish, dims, copies=1, lr=LR):
     return torch.stack(found).cpu()
 
 
-def run_sharded(*options):
+def run_sharded(num_steps, *options):
     """The losses, the first values of the parameters, the axes and the counters of a sharded run."""
-    model, dims = sharded_llama(*options)
+    model, dims = sharded_llama("--gtp.transport=symmetric", *options)  # with NCCL over sockets it takes much longer
     values = full_parameters(model)
-    found = losses(model, lambda: finalize_grads(model), dims)
+    found = losses(model, lambda: finalize_grads(model), dims, num_steps)
     return found, values, dims, stats(model)
 
 
@@ -159,13 +158,13 @@ def test_losses_are_those_of_an_unsharded_model(rank, recipe):
     """Of each step; and in bfloat16 those of torch's linears, too."""
     reset()
     options = [BACKEND, f"--gtp.te_recipe={recipe}", *degrees(gtp=4)]
-    found, values, dims, counters = run_sharded(*options)
-    assert counters.num_quantizations == (0 if recipe == "bf16" else 14 * (NUM_STEPS + 1))
+    found, values, dims, counters = run_sharded(50, *options)
+    assert counters.num_quantizations == (0 if recipe == "bf16" else 14 * (50 + 1))
     unsharded = [Unsharded(recipe, values) for _ in range(2)]
-    expected, faster = (losses(one, one.finish, dims, lr=lr) for one, lr in zip(unsharded, (LR, 2 * LR)))
-    check(found, expected, faster, recipe, 1e-4)
+    expected, faster = (losses(one, one.finish, dims, 50, lr=lr) for one, lr in zip(unsharded, (LR, 2 * LR)))
+    check(found, expected, faster, recipe, 5e-3)
     if recipe == "bf16":
-        plain, first, *_ = run_sharded(*degrees(gtp=4))
+        plain, first, *_ = run_sharded(50, *degrees(gtp=4))
         assert all(torch.equal(first[name], value) for name, value in values.items())
         check(found, plain, faster, "plain", 1e-6)
 
@@ -175,7 +174,7 @@ def test_delayed_scaling_with_activation_checkpointing(rank):
     """Bit by bit as without."""
     reset()
     options = [BACKEND, "--gtp.te_recipe=delayed", *degrees(gtp=4)]
-    runs = [run_sharded(*options, f"--activation_checkpoint.mode={mode}") for mode in ("none", "full")]
+    runs = [run_sharded(6, *options, f"--activation_checkpoint.mode={mode}") for mode in ("none", "full")]
     assert [run[3].num_recompute_gathers > 0 for run in runs] == [False, True]
     assert torch.equal(runs[0][0], runs[1][0]), (runs[0][0], runs[1][0])
 
@@ -186,10 +185,10 @@ def test_tensor_parallelism_of_torchtitan(rank, recipe):
     """At tp 2 x gtp 2, where sums over tp ranks are rounded to bfloat16."""
     reset()
     options = [BACKEND, f"--gtp.te_recipe={recipe}", *degrees(tp=2, gtp=2)]
-    found, values, dims, _ = run_sharded(*options)
+    found, values, dims, _ = run_sharded(20, *options)
     unsharded = [Unsharded(recipe, values) for _ in range(2)]
-    expected, faster = (losses(one, one.finish, dims, copies=2, lr=lr) for one, lr in zip(unsharded, (LR, 2 * LR)))
+    expected, faster = (losses(one, one.finish, dims, 20, copies=2, lr=lr) for one, lr in zip(unsharded, (LR, 2 * LR)))
     check(found, expected, faster, recipe, 2e-3)
     if recipe == "bf16":
-        plain, *_ = run_sharded(*degrees(tp=2, gtp=2))
+        plain, *_ = run_sharded(20, *degrees(tp=2, gtp=2))
         check(found, plain, faster, "plain", 1e-6)
