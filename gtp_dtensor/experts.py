@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from . import compiled
 from .functional import (
     fast_apply,
+    first_order_only,
     gathered_backward,
-    once_differentiable,
     use_small,
 )
 from .local import Groups
@@ -75,7 +75,7 @@ class _GroupedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
         (x,) = ctx.saved_tensors
         weight, param, products, num_writes = ctx.use

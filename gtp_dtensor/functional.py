@@ -18,7 +18,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx
-from torch.autograd.function import once_differentiable as torch_once_differentiable
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -33,15 +32,29 @@ from .small import SmallParam
 from .weight import Lease, ShardedWeight
 
 
-def once_differentiable(backward: Callable) -> Callable:
-    """torch's, whose wrapping is only paid for where somebody asks for a graph of the backward."""
-    guarded = torch_once_differentiable(backward)
+def first_order_only(backward: Callable) -> Callable:
+    """For gradients that cannot be differentiated again: ``backward`` refuses to become part of a graph.
+
+    torch's ``once_differentiable`` lets it pass where the incoming gradient has no graph of its own (that of a sum), and
+    second-order gradients would lack a part without an error. ``ctx.use[0]`` is the weight.
+    """
 
     @functools.wraps(backward)
     def wrapper(ctx: FunctionCtx, *grads: torch.Tensor):
-        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+        if _is_grad_enabled():
+            refuse_graph(getattr(ctx.use[0], "fqn", "a stack of experts"))
+        return backward(ctx, *grads)
 
     return wrapper
+
+
+def refuse_graph(fqn: str) -> None:
+    """Raise: ``create_graph=True`` came to a gradient that is no differentiable function here."""
+    raise RuntimeError(
+        f"{fqn}: its gradient is reduced over ranks, or its GEMMs are not torch's, so create_graph=True cannot go through it. "
+        "Second-order gradients by way of the gradient of an input work through linears and through modules that GTP does not "
+        "know: torch.autograd.grad(loss, [x], create_graph=True)"
+    )
 
 
 def fast_apply(function: type[torch.autograd.Function]) -> Callable:
@@ -121,9 +134,9 @@ class _UseSmall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple:
-        if _is_grad_enabled():
-            return _small_backward_once(ctx, grad)
         small, param = ctx.use
+        if _is_grad_enabled():
+            refuse_graph(small.fqn)
         (edge,) = engine_edges(ctx)
         if edge is not _UNUSED and not param.requires_grad:
             edge = param_edge(param, edge)
@@ -142,7 +155,6 @@ def reduce_small_grad(small: SmallParam, param: nn.Parameter, grad: torch.Tensor
 
 
 _apply_use_small = fast_apply(_UseSmall)
-_small_backward_once = torch_once_differentiable(_UseSmall.backward)
 
 
 def use_small(module: nn.Module, name: str) -> torch.Tensor:
@@ -160,7 +172,7 @@ class _Materialize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, param: nn.Parameter, weight: ShardedWeight, kind: Kind) -> torch.Tensor:
         lease = weight.runtime.acquire(weight, kind, may_keep=False)  # the graph itself holds what its backward needs
-        ctx.weight, ctx.param = weight, param
+        ctx.use = weight, param
         ctx.lease = lease  # lives as long as the graph that may have saved the tensor
         gathered = lease.read()
         if weight.runtime.transport.size == 1:
@@ -169,13 +181,14 @@ class _Materialize(torch.autograd.Function):
         return gathered if weight.tp is not None else gathered.detach()
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple:
-        edge = param_edge(ctx.param, engine_edges(ctx)[0])
+        weight, param = ctx.use
+        edge = param_edge(param, engine_edges(ctx)[0])
         if edge is _UNUSED:
             return None, None, None
-        ctx.weight.runtime.enter()
-        return reduce_weight_grad(ctx.weight, ctx.param, grad, edge, is_borrowed=True), None, None
+        weight.runtime.enter()
+        return reduce_weight_grad(weight, param, grad, edge, is_borrowed=True), None, None
 
 
 _apply_materialize = fast_apply(_Materialize)
@@ -214,7 +227,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
         if _is_grad_enabled():
-            return _linear_backward_once(ctx, grad_y)
+            return _linear_backward_with_graph(ctx, grad_y)
         # Unpacking comes first: it may re-run the whole checkpointed block, with its own uses of weights.
         (x,) = ctx.saved_tensors
         weight, param, dtype, num_writes = ctx.use
@@ -261,7 +274,25 @@ def _input_grad(
 
 
 _apply_linear = fast_apply(_Linear)
-_linear_backward_once = torch_once_differentiable(_Linear.backward)
+
+
+def _linear_backward_with_graph(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
+    """What ``_Linear.backward`` gives, differentiable (``create_graph=True``, for a gradient penalty say): of the gradients
+    of x and of the bias. The gathered weight stays until the graph that it is in now has gone."""
+    _ = ctx.saved_tensors  # a checkpointed block is re-run here
+    weight, param, dtype, num_writes = ctx.use
+    edges = engine_edges(ctx)
+    if param_edge(param, edges[1]) is not _UNUSED:
+        refuse_graph(weight.fqn)
+    grad_x = grad_bias = None
+    if edges[0] is not _UNUSED:
+        w = _apply_materialize(param, weight, _BACKWARD)
+        if num_writes != weight.num_writes:
+            weight.refuse_changed()
+        grad_x = grad_y @ (w if dtype is None else w.to(dtype))
+    if len(edges) > 2 and edges[2] is not _UNUSED:
+        grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
+    return grad_x, None, grad_bias, None, None, None
 
 
 def gathered_backward(
@@ -343,7 +374,7 @@ class _Embedding(torch.autograd.Function):
         return new_dtensor(y, DTensorSpec(tp.mesh, (placement,), tensor_meta=meta))
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
         ids, outside = ctx.saved_tensors
         weight, param, num_rows, padding_idx, scale_by_freq = ctx.use

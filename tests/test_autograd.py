@@ -108,15 +108,6 @@ def test_only_what_the_engine_executes_is_computed(mesh, rank, world_size):
 
 
 @ranks(2)
-def test_second_order_gradients_are_refused(mesh):
-    model, _ = pair(mesh)
-    x = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
-    (grad,) = torch.autograd.grad(model(x).square().mean(), [x], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.square().sum().backward()
-
-
-@ranks(2)
 @pytest.mark.parametrize("frozen", [[0], [1], [2], [0, 1], [0, 2], [0, 1, 2]])
 def test_frozen_layers(mesh, rank, world_size, frozen):
     """In the reference implementation a frozen neighbour makes gradients vanish."""

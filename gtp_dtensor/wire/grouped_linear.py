@@ -21,7 +21,7 @@ from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
 
-from ..functional import once_differentiable
+from ..functional import first_order_only
 from ..local import Groups
 from ..weight import Lease
 from ..wires import GROUPED_GEMMS
@@ -126,7 +126,7 @@ class _WholeGroupedLinear(torch.autograd.Function):
         return gemms.output(x, gemms.quantized(w, View.ROWS), groups)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
         x, w = ctx.saved_tensors
         groups, gemms = ctx.use

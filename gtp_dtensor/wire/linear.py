@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from .. import compiled
-from ..functional import gathered_backward, once_differentiable, use_small
+from ..functional import first_order_only, gathered_backward, use_small
 from ..layout import TPLayout
 from ..local import cast_inputs, linear_on_tp
 from ..members import weight_of
@@ -67,7 +67,7 @@ class _Linear(torch.autograd.Function):
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
         (x,) = ctx.saved_tensors
         weight, param, gemms, owes_tp_sum, num_writes = ctx.use
