@@ -29,8 +29,9 @@ def finalize_grads(model: nn.Module) -> None:
         runtime.finalize()
 
 
-def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -> None:
-    """Whether the next backwards of ``model`` bring their gradients to all replicas and into ``.grad``.
+def set_requires_gradient_sync(model: nn.Module | Iterable[nn.Module], requires_gradient_sync: bool) -> None:
+    """Whether the next backwards bring gradients to all replicas and into ``.grad``: those of the parameters of ``model``,
+    which may be a part of a larger one, or several (the stages of a pipeline).
 
     While False, gradients are summed over the gtp axis only and kept back, in memory of the size of this rank's shards;
     where there are no replicas those of sharded weights go into ``.grad`` at once. For accumulation over microbatches:
@@ -39,8 +40,9 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
     (a microbatch raised), call :func:`finalize_grads` first. Gradients that hooks or ``torch.autograd.grad`` ask for are
     never kept back.
     """
-    for runtime in model_runtimes(model):
-        runtime.syncs_gradients = requires_gradient_sync
+    for part in (model,) if isinstance(model, nn.Module) else model:
+        for member in model_members(part):
+            member.keeps_back = not requires_gradient_sync
 
 
 def refresh(model: nn.Module) -> None:

@@ -111,6 +111,7 @@ def _follow(member: Member, module: nn.Module, name: str, peers: list[Member]) -
         return member
     member.owners = [(ref, other) for ref, other in member.owners if not (ref() is module and other == name)]
     twin = _like(member, param, member.runtime)
+    twin.keeps_back = member.keeps_back
     twin.add_owner(module, name)
     return twin
 

@@ -119,7 +119,7 @@ class Reducer:
             reduction.add_to(grad._local_tensor, scale)
 
     def _to_replicas(self, reduction: Pending) -> None:
-        proceed = self._go_on if self._runtime.syncs_gradients else self._keep_back
+        proceed = self._keep_back if reduction.weight.keeps_back else self._go_on
         proceed(reduction)
 
     def _keep_back(self, reduction: Pending) -> None:
@@ -347,10 +347,10 @@ class Reducer:
                 transport.all_reduce(local)
             return new_dtensor(scaled(local, param.dtype, self._runtime.gradient_scale), param._spec)
 
-    def _reduce_small(self) -> None:
+    def _reduce_small(self, keys: list[SmallKey]) -> None:
         """One all-reduce an axis for all of them (one a dtype); before it, one over tp for those that owe it."""
-        entries = sorted(self.small_kept_back.items(), key=lambda item: (not item[1][2], item[0][0].serial))
-        self.small_kept_back = {}
+        entries = [(key, self.small_kept_back.pop(key)) for key in keys]
+        entries.sort(key=lambda item: (not item[1][2], item[0][0].serial))
         if self._runtime.config.check_param_states:
             check_peers(self._runtime, [small for (small, _), _ in entries], "gradients")
         groups: dict[tuple, list[tuple[SmallParam, nn.Parameter, torch.Tensor]]] = {}
@@ -374,19 +374,18 @@ class Reducer:
 
     # ---- draining
 
-    def drain(self, syncs_gradients: bool) -> None:
-        """Wait for and accumulate everything. Nothing is pending afterwards, also if it raises; without
-        ``syncs_gradients`` gradients are kept back instead."""
+    def drain(self, brings_out_all: bool) -> None:
+        """Wait for and accumulate everything. Nothing is pending afterwards, also if it raises, but without
+        ``brings_out_all`` what members keep back."""
         try:
             with plain_ops():
                 self.pending.receive()
                 self._merge_small()
-                if syncs_gradients:
-                    self._bring_out()
+                self._bring_out(brings_out_all)
         except BaseException:
             self.void()
             raise
-        assert not syncs_gradients or self.num_pending == 0
+        assert not brings_out_all or self.num_pending == 0
 
     def _merge_small(self) -> None:
         if not self.small_kept_back:
@@ -396,15 +395,17 @@ class Reducer:
             self.small_kept_back[key] = _sum_of(key[0], self.small_kept_back.get(key), grad)
         self.small = {}
 
-    def _bring_out(self) -> None:
-        """Everything that is kept back or on its way over the replicas, into ``.grad``."""
-        for weight, param in sorted(self.kept_back, key=lambda key: key[0].serial):
+    def _bring_out(self, brings_out_all: bool) -> None:
+        """What is kept back, all or what no longer has to be, and what is on its way over the replicas, into ``.grad``."""
+        leaving = [key for key in self.kept_back if brings_out_all or not key[0].keeps_back]
+        for weight, param in sorted(leaving, key=lambda key: key[0].serial):
             rows = self.kept_back.pop((weight, param))
             self._start_over_replicas(weight, param, rows.to(weight.reduce_dtype))
         for stage in self._stages:
             stage.receive()
-        if self.small_kept_back:
-            self._reduce_small()
+        small = [key for key in self.small_kept_back if brings_out_all or not key[0].keeps_back]
+        if small:
+            self._reduce_small(small)
 
     def void(self) -> None:
         """Wait for and drop what is not in ``.grad`` yet: the backward that launched it raised.

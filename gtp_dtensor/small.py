@@ -34,6 +34,7 @@ class SmallParam:
         self.tp = tp
         self._param_dtype, self._reduce_dtype = runtime.config.param_dtype, runtime.config.reduce_dtype
         self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
+        self.keeps_back = False  # its gradients, until a backward that synchronises them
 
     @property
     def compute_dtype(self) -> torch.dtype:

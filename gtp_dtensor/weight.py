@@ -183,7 +183,7 @@ class ShardedWeight:
         "_local_version _counts_versions checks_states quantized is_read_as_gathered buffer_shape cut gathered_bytes _pieces "
         "tp param_dtype _reduce_dtype send_shape shard_shape fqn role spec layout replica_cut first_stored_row num_local_rows "
         "num_stored_rows tp_local_shape num_buffer_elements wire is_buffer_exact stored_shape piece_shape owners serial tokens "
-        "_piece _copy is_placed __weakref__"
+        "_piece _copy is_placed keeps_back __weakref__"
     ).split()
 
     def __init__(
@@ -223,6 +223,7 @@ class ShardedWeight:
             self.piece_shape = self.replica_cut.resized(self.shard_shape, self.replica_cut.padded)
         config = runtime.config
         self.checks_states = config.check_param_states
+        self.keeps_back = False  # its gradients from the replicas, until a backward that synchronises them
         self.param_dtype, self._reduce_dtype = config.param_dtype, config.reduce_dtype
         self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
         self.counters = WeightCounters()
