@@ -7,6 +7,7 @@ A patched ``forward`` or a hook that holds process groups would break ``deepcopy
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -16,12 +17,15 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor
 
 from . import compiled, functional, handles
+from .explain import explain
 from .init import logical_init
 from .layout import new_dtensor, share_memory
 from .local import cast_arguments
 from .members import ROOT, STATE, ModuleState, RootState
 from .modes import in_backward
 from .wires import gemm_room, is_te, te_room
+
+_CALL = nn.Module._call_impl.__code__
 
 
 @contextmanager
@@ -164,11 +168,14 @@ def sharded_class(base: type[nn.Module], explicit: Forward | None) -> type[nn.Mo
             state: ModuleState = self.__dict__[STATE]
             if name in state.handles or name in state.leaves:
                 return compiled.use(self, name)
-        elif in_backward() and torch.is_grad_enabled():
+        else:
             state = self.__dict__.get(STATE)
             if state is not None and (name in state.weights or name in state.smalls):
                 if self._parameters.get(name) is not None:
-                    return use(self, name)
+                    if in_backward() and torch.is_grad_enabled():
+                        return use(self, name)
+                    member = state.weights.get(name) or state.smalls[name]
+                    member.runtime.last_read_outside = member.fqn
         return base.__getattr__(self, name)
 
     def _save_to_state_dict(self: nn.Module, destination: dict, prefix: str, keep_vars: bool) -> None:
@@ -223,6 +230,11 @@ def root_state(root: nn.Module) -> RootState:
 @torch.compiler.disable(recursive=True, reason="GTP's bookkeeping at the borders of a model's forward is not traced")
 def _enter_root(module: nn.Module, args: tuple) -> None:
     state: RootState = module.__dict__[ROOT]
+    if not in_backward() and any(runtime.is_in_root for runtime in state.runtimes):
+        # Nested; or a forward was left by a KeyboardInterrupt, after which torch calls no hook.
+        num_outer = max(0, _num_calls_in_progress(module) - 1)
+        for runtime in state.runtimes:
+            runtime.forget_interrupted(num_outer)
     for runtime in state.runtimes:
         runtime.enter_root()
     if not state.has_run or any(runtime.is_compiled for runtime in state.runtimes):
@@ -236,3 +248,15 @@ def _enter_root(module: nn.Module, args: tuple) -> None:
 def _exit_root(module: nn.Module, args: tuple, output: object) -> None:
     for runtime in module.__dict__[ROOT].runtimes:
         runtime.exit_root()
+    error = sys.exc_info()[1]
+    if error is not None:
+        explain(error, module.__dict__[ROOT])
+
+
+def _num_calls_in_progress(module: nn.Module) -> int:
+    """How often ``module`` is being called on this thread, up to the caller's caller."""
+    number, frame = 0, sys._getframe(1)
+    while frame is not None:
+        number += frame.f_code is _CALL and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return number

@@ -141,7 +141,10 @@ class Plan:
             self.tp[id(param)] = tp_layout(param, self.mesh, fqn)
             local = param._local_tensor if isinstance(param, DTensor) else param
             if type(local) not in (torch.Tensor, nn.Parameter):
-                raise ValueError(f"{what} on {self.axis} is a {type(local).__name__}, a kind of tensor not served yet")
+                raise ValueError(
+                    f"{what} on {self.axis} is a {type(local).__name__}, a kind of tensor not served yet: dequantize it before "
+                    "GTPStyle (GTPConfig(wire_format=...) quantizes what travels)"
+                )
             if local.device.type not in (self.mesh.device_type, "meta"):
                 raise ValueError(
                     f"{what} is on {local.device} and {self.axis} on {self.mesh.device_type}: move the model there before "

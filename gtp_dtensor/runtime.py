@@ -6,6 +6,7 @@ that several models and meshes live in one process without seeing each other, an
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -61,7 +62,6 @@ class Runtime:
         self.config = config
         self.num_data_ranks = num_data_ranks
         self.transport = domain.transport
-        self.syncs_gradients = True  # else gradients are kept back from the replicas, see Reducer
         self.schedule = Schedule()
         self.reducer = Reducer(self)
         self.counters = RuntimeCounters()
@@ -72,6 +72,7 @@ class Runtime:
         self._kept_bytes = 0
         self._largest_bytes = 0
         self._depth = 0  # of the root's forward, outside backwards
+        self.last_read_outside: str | None = None  # the parameter that was read last outside of its module's forward
         self._starts_pass = False  # the next use is the first of a pass
         self.finite_check: FiniteCheck | None = None  # of the last quantization, on its way to the host
         self.is_compiled = False  # compiled code uses our weights
@@ -90,8 +91,12 @@ class Runtime:
         copied = Runtime(self.domain, self.config, self.num_data_ranks)
         memo[id(self)] = copied
         state = self.root_state()
-        if state is not None and id(state.module()) in memo:  # else a part of the model is copied, without its root
+        if state is not None and id(state.module()) in memo:
             copied.root_state = weakref.ref(copy.deepcopy(state, memo))
+        elif self.domain.is_expert:
+            # A part of the model is copied, without its root, which alone leads to the dense weights.
+            with contextlib.suppress(ValueError):  # not known yet
+                copied.gradient_scale = self.gradient_scale
         return copied
 
     # ---- membership
@@ -169,6 +174,7 @@ class Runtime:
         if self._depth > 1:
             return
         self._starts_pass = True
+        self.last_read_outside = None
         if torch.is_grad_enabled():
             _ = self.gradient_scale  # raises before anything is computed where it is not known
         if self.counters.num_mispredictions != self._mispredictions_pruned:  # perhaps the model has changed
@@ -180,6 +186,15 @@ class Runtime:
         # that no optimizer trains: there the copies are made anew each pass. In training the optimizer signals.
         if not (torch.is_grad_enabled() and self.has_optimizer):
             self.distrust_copies()
+
+    @property
+    def is_in_root(self) -> bool:
+        """Whether the root's forward runs, as far as its hooks tell."""
+        return self._depth > 0
+
+    def forget_interrupted(self, num_outer: int) -> None:
+        """Of the root's forwards that began, only ``num_outer`` still run."""
+        self._depth = min(self._depth, num_outer)
 
     def exit_root(self) -> None:
         """The root's forward is over, or raised: only what its backward will read may stay gathered."""
@@ -229,18 +244,18 @@ class Runtime:
         self._backwards.pop(task, None)
         if any(end() is not None for end in self._backwards.values()):
             return
-        self.finalize(self.syncs_gradients)
+        self.finalize(brings_out_all=False)
         self._backwards.clear()
 
-    def finalize(self, syncs_gradients: bool = True) -> None:
+    def finalize(self, brings_out_all: bool = True) -> None:
         """Accumulate all pending reductions, free what was gathered for a backward and not used.
 
-        Without ``syncs_gradients``, those that are to reach the replicas too stay kept back. What the next microbatch's
+        Without ``brings_out_all``, gradients of members that keep theirs back stay kept back. What the next microbatch's
         forward begins with may stay gathered.
         """
         if not in_backward():
             self.enter()  # drops the reductions of a backward that raised
-        self.reducer.drain(syncs_gradients)
+        self.reducer.drain(brings_out_all)
         self.free_unused_leases(but_for_forward=True)
 
     def _void(self) -> None:
