@@ -342,9 +342,17 @@ class ShardedWeight:
     # ---- the compute shard
 
     def distrust_copy(self) -> None:
-        """The shard may have been written without a trace."""
-        if self.quantized is not None or self.compute_shard is self._copy:
+        """The shard may have been written without a trace. All ranks have to agree on what is out of date, those too whose
+        rows need no copy: what is made anew together with it may communicate."""
+        if self.quantized is not None or self._is_copied_somewhere:
             self.compute_shard = None
+
+    @property
+    def _is_copied_somewhere(self) -> bool:
+        """Whether the compute shard is a copy on any rank."""
+        has_padding = self.cut.buffer_rows != self.cut.num_rows
+        is_cast = self.param.dtype is not self.compute_dtype
+        return has_padding or is_cast or self.replica_cut is not None or self._copy is not None
 
     @property
     def is_copied(self) -> bool:

@@ -105,6 +105,20 @@ def test_a_gather_that_waits_does_not_mix_old_codes_and_new_scales(mesh, wire):
     assert stats(model).live_lease_bytes == 0
 
 
+@ranks(2, group_timeout=15)
+def test_ranks_whose_rows_need_no_copy_quantize_with_the_others(mesh, rank):
+    """Three rows on two ranks: one of them copies its part to fill it up, and makes all copies anew with it."""
+    model = nn.Sequential(nn.Embedding(3, DIM), nn.Linear(DIM, DIM))
+    parallelize_module(model, mesh, GTPStyle(GTPConfig(wire_format="fp8"), min_numel=1))
+    ids = torch.arange(3)
+    with torch.no_grad():
+        outputs = [model(ids) for _ in range(3)]
+    assert [sharded_weight(m).is_copied for m in model] == [rank == 1, True]  # the trap is armed
+    assert torch.equal(outputs[0], outputs[2]) and stats(model).num_quantizations == 3
+    for _ in range(2):
+        mean_square(model(ids)).backward()
+
+
 ORDERS = {
     "quantize tp gtp": None,  # works
     "tp quantize gtp": "its input is a plain tensor: name the input's layout",
