@@ -10,7 +10,7 @@ pytest.register_assert_rewrite("tests.reference", "tests.programs", "tests.progr
 # Deterministic everywhere: the same examples in every run, and a printed line that reproduces a failing one.
 _COMMON = {"derandomize": True, "print_blob": True, "deadline": None, "database": None, "report_multiple_bugs": False}
 hypothesis.settings.register_profile("default-suite", max_examples=16, **_COMMON)
-hypothesis.settings.register_profile("all", max_examples=200, **_COMMON)
+hypothesis.settings.register_profile("all", max_examples=500, **_COMMON)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from gtp_dtensor import GTPStats, GTPStyle, finalize_grads, set_requires_gradient_sync, stats
+from gtp_dtensor.members import STATE
 from tests.programs import (
     BOUND,
     DIM,
@@ -26,6 +27,8 @@ from tests.programs import (
     Microbatch,
     Model,
     Program,
+    Stack,
+    run_stack,
 )
 from tests.reference import assert_equal_to_reference, full_gradients, full_parameters, local_slice, replica_options
 
@@ -194,18 +197,58 @@ class WholeRun(Run):
         return {name: None if grad is None else grad / self._divisor for name, grad in gradients.items()}
 
 
+def data_rank_of(program: Program, mesh) -> tuple[int, int]:
+    """(which slice of the data this rank reads, of how many): tensor-parallel peers, the inner axis, read the same."""
+    num_tp = 2 if program.has_tp else 1
+    return mesh.get_local_rank() // num_tp, mesh.size() // num_tp
+
+
+def _tp_plan(program: Program) -> dict[str, ParallelStyle]:
+    plan: dict[str, ParallelStyle] = {}
+    for index, unit in enumerate(program.units):
+        if unit.kind == "pair":
+            plan |= {f"units.{index}.first": ColwiseParallel(), f"units.{index}.second": RowwiseParallel()}
+        elif unit.kind == "square":
+            plan[f"units.{index}.first"] = ColwiseParallel(output_layouts=Replicate())
+        elif unit.kind == "lookup":
+            plan[f"units.{index}.first"] = RowwiseParallel(input_layouts=Replicate())
+    return plan
+
+
+def _shard(model: Model, program: Program, mesh) -> None:
+    """Over all ranks of ``mesh``: (replicas, gtp, tp), those of them that the program has; experts over (dps, egtp)."""
+    sizes = {program.replicas: 2} if program.replicas else {}
+    sizes |= {"gtp": mesh.size() // (2 if program.has_tp else 1) // (2 if program.replicas else 1)}
+    sizes |= {"tp": 2} if program.has_tp else {}
+    grid = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if program.has_tp and (plan := _tp_plan(program)):
+        parallelize_module(model, grid["tp"], plan)
+    config, forwards = program.gtp_config(), {}
+    has_experts = any(unit.kind == "experts" for unit in program.units)
+    if has_experts and program.is_grouped:
+        forwards = {Stack: run_stack}
+    if has_experts and program.egtp:
+        sparse = init_device_mesh("cpu", (mesh.size() // program.egtp, program.egtp), mesh_dim_names=("dps", "egtp"))
+        names = [f"units.{index}.first" for index, unit in enumerate(program.units) if unit.kind == "experts"]
+        options = dict(is_expert=True, modules=names, forwards=forwards, min_numel=program.min_numel)
+        options |= dict(optimizer_shard_mesh=sparse["dps"], num_data_ranks=mesh.size())
+        parallelize_module(model, sparse["egtp"], GTPStyle(config, **options))
+        if len(names) == len(program.units):
+            return
+        forwards = {}
+    style = GTPStyle(config, min_numel=program.min_numel, forwards=forwards, **replica_options(grid))
+    parallelize_module(model, grid["gtp"], style)
+
+
 class ShardedRun(Run):
     """The run under test. Also counts the uses of sharded weights by itself and holds ``stats`` against them."""
 
     def __init__(self, program: Program, mesh) -> None:
         model = Model(program)
-        rank, num_peers, options = mesh.get_local_rank(), mesh.size(), {}
-        if program.replicas:
-            grid = init_device_mesh("cpu", (2, num_peers // 2), mesh_dim_names=(program.replicas, "gtp"))
-            mesh, options = grid["gtp"], replica_options(grid)
-        style = GTPStyle(program.gtp_config(), min_numel=program.min_numel, **options)
-        parallelize_module(model, mesh, style)
+        rank, num_peers = data_rank_of(program, mesh)
+        _shard(model, program, mesh)
         super().__init__(program, model, rank, num_peers, num_peers * SAMPLES_PER_RANK)
+        self._has_experts = any(unit.kind == "experts" for unit in program.units)
         self._uses = {"forward": 0, "recompute": 0, "backward": 0}
         self._aborted_at: int | None = None  # number of uses when the last aborted backward was left
         self._num_mispredictions = 0  # before the last step
@@ -216,9 +259,8 @@ class ShardedRun(Run):
         self._newest: int | None = None  # what a forward ended with, if a backward can begin with it
         self._first: int | None = None  # what the backward of the present forward will begin with
         self._firsts: list[int] = []  # of each forward of the present microbatch
-        for owner in model.weight_owners():
-            weight = owner._parameters["weight"]
-            if any(placement.is_shard() for placement in weight.placements):
+        for owner in [] if self._has_experts else model.weight_owners():
+            if "weight" in owner.__dict__[STATE].weights:
                 owner.register_forward_pre_hook(self._count_use)
 
     def _count_use(self, module: nn.Module, args: tuple) -> None:
@@ -260,6 +302,8 @@ class ShardedRun(Run):
         if not self._is_last_microbatch and self.program.syncs_last_only:
             return
         num_pending = stats(self.model).num_pending
+        if self._has_experts and self._aborted_at is not None:
+            return  # uses are not counted then
         # What an aborted backward left behind is dropped by the next use of any sharded weight.
         if num_pending and self._aborted_at != sum(self._uses.values()):
             self.trace.faults.append(f"{num_pending} reductions are pending after a backward")
@@ -274,7 +318,8 @@ class ShardedRun(Run):
         """Decide what its backward does with the replicas."""
         self._is_last_microbatch = is_last
         if self.program.syncs_last_only:
-            set_requires_gradient_sync(self.model, is_last)
+            late = [self.model.units[index] for index in self.program.late_units if index < len(self.model.units)]
+            set_requires_gradient_sync(late or self.model, is_last)
 
     def after_microbatches(self) -> None:
         """The last of them may have had no backward."""
@@ -307,7 +352,7 @@ class ShardedRun(Run):
             "no gather is left in memory": seen.live_lease_bytes == 0,
             "nothing is pending": seen.num_pending == 0,
         }
-        if self._aborted_at is not None:
+        if self._aborted_at is not None or self._has_experts:
             return self._report(checks, seen)
         checks |= {
             "every use is a hit, on demand, or kept": num_uses - most_kept <= num_served <= num_uses,
@@ -374,6 +419,7 @@ def run_program(program: Program, mesh, tamper: str = "") -> list[str]:
         # Reentrant checkpointing of a segment without a gradient says so, in both runs.
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
         # First the reference: a program that torch itself refuses is the fault of the test.
-        expected = WholeRun(program, mesh.size()).run()
+        rank, num_peers = data_rank_of(program, mesh)
+        expected = WholeRun(program, num_peers).run()
         trace = sharded.run()
-    return differences(trace, expected, mesh.get_local_rank(), mesh.size())
+    return differences(trace, expected, rank, num_peers)

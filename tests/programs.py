@@ -3,7 +3,8 @@
 Everything is an integer, so that float32, float64 and even bfloat16 arithmetic is exact and results must be equal bit
 for bit: weights start in -1..1 and move by the sign of their gradient (at most ``MAX_STEPS`` times), activations and
 the gradients of activations are bounded to -3..3 after each unit, and no sum has more than ``MAX_WIDTH`` terms. So
-every matrix product stays below 256, the last integer up to which bfloat16 has them all.
+every matrix product stays below 256, the last integer up to which bfloat16 has them all. Weights stay below 16, up to
+which float8 (e4m3) has them all, with a power of two as scale of a row.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gtp_dtensor import GTPConfig
+from gtp_dtensor import GTPConfig, grouped_linear
 from tests.reference import fill_with_integers
 
 DIM = 4  # features between units
@@ -31,7 +32,8 @@ class Unit:
 
     Attributes:
         kind: "square" (a linear), "pair" (two linears with ``rows`` features between them), "lookup" (adds rows of an
-            embedding table of ``rows`` rows) or "einsum" (uses a weight of its own directly).
+            embedding table of ``rows`` rows), "einsum" (uses a weight of its own directly) or "experts" (a stack of
+            ``rows`` linears, each for its tokens).
         rows: see above.
         bias: whether the linears have biases.
     """
@@ -123,6 +125,11 @@ class Program:
         replicas: "dps" or "dpr": half of the ranks are replicas of the other half, over which parameters are cut
             further, or copies.
         syncs_last_only: replicas are reached with the last microbatch of a step only.
+        late_units: with ``syncs_last_only``: by the gradients of these units only, the others in each microbatch; empty: all.
+        has_tp: half of the ranks beside the others are a tensor-parallel axis.
+        egtp: stacks of experts lie on an axis of their own of so many ranks, the others being their replicas; 0: they are
+            weights like others.
+        is_grouped: stacks of experts are gathered for each product, by ``grouped_linear``; else by the general path.
     """
 
     units: tuple[Unit, ...]
@@ -137,6 +144,10 @@ class Program:
     seed: int = 0
     replicas: str = ""
     syncs_last_only: bool = False
+    late_units: tuple[int, ...] = ()
+    has_tp: bool = False
+    egtp: int = 0
+    is_grouped: bool = False
 
     def repeats_itself(self) -> bool:
         """Whether every step does the same."""
@@ -183,6 +194,38 @@ class Einsum(nn.Module):
         return torch.einsum("...i,oi->...o", x.to(weight.dtype), weight)
 
 
+class Stack(nn.Module):
+    """Square linears; each token goes through one of them."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.weight = nn.Parameter(torch.zeros(num_experts, DIM, DIM))
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """x (..., DIM), ids int64 (...) -> (..., DIM)."""
+        weight = self.weight
+        rows, order, splits = self.dispatch(x.to(weight.dtype), ids)
+        parts = [part @ weight[expert].t() for expert, part in enumerate(rows.split(splits))]
+        return self.combine(torch.cat(parts), order, x)
+
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """(rows of one expert after the other, their places, how many each expert has)."""
+        experts = ids.flatten() % self.num_experts
+        order = experts.argsort(stable=True)
+        return x.reshape(-1, DIM)[order], order, experts.bincount(minlength=self.num_experts).tolist()
+
+    def combine(self, rows: torch.Tensor, order: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The inverse."""
+        return torch.zeros_like(rows).index_copy(0, order, rows).view_as(x)
+
+
+def run_stack(module: Stack, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The forward of :class:`Stack` for ``GTPStyle(forwards=...)``."""
+    rows, order, splits = module.dispatch(x, ids)
+    return module.combine(grouped_linear(module, "weight", rows, splits=splits), order, x)
+
+
 class UnitModule(nn.Module):
     """The module of a :class:`Unit`."""
 
@@ -198,6 +241,8 @@ class UnitModule(nn.Module):
             self.first = nn.Embedding(unit.rows, DIM)
         elif unit.kind == "einsum":
             self.first = Einsum()
+        elif unit.kind == "experts":
+            self.first = Stack(unit.rows)
         else:
             raise ValueError(f"unit of kind {unit.kind!r}")
 
@@ -205,7 +250,7 @@ class UnitModule(nn.Module):
         """x (..., DIM), ids int64 (...) -> (..., DIM)."""
         if self.kind == "lookup":
             return _Bounded.apply(x + self.first(ids % self.first.num_embeddings))
-        x = _Bounded.apply(self.first(x))
+        x = _Bounded.apply(self.first(x, ids) if self.kind == "experts" else self.first(x))
         return _Bounded.apply(self.second(x)) if self.kind == "pair" else x
 
 

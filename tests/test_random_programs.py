@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from tests.program_runs import run_program
+from gtp_dtensor.members import STATE
+from tests.program_runs import ShardedRun, run_program
 from tests.programs import (
     DIM,
     MAX_STEPS,
@@ -29,6 +30,7 @@ UNITS = st.one_of(
     st.builds(Unit, st.just("pair"), rows=st.sampled_from(ROWS), bias=st.booleans()),
     st.builds(Unit, st.just("lookup"), rows=st.sampled_from(ROWS[2:])),
     st.just(Unit("einsum")),
+    st.builds(Unit, st.just("experts"), rows=st.integers(1, 5)),
 )
 
 
@@ -64,8 +66,31 @@ def _configs(world_size: int):
         "param_dtype": dtypes,
         "reduce_dtype": dtypes,
         "reduce_scatter_with_fp32_accumulation": st.booleans(),
+        "replicate_reduce_with_fp32_accumulation": st.booleans(),
+        "wgrad_before_dgrad": st.booleans(),
+        "wire_format": st.sampled_from(["bf16", "fp8_rowwise"]),
     }
     return st.fixed_dictionaries({"calculate_per_token_loss": per_token}, optional=optional)
+
+
+def _even(unit: Unit) -> Unit:
+    """torch's tensor parallelism needs features between two linears that divide evenly."""
+    return replace(unit, rows=max(2, unit.rows - unit.rows % 2)) if unit.kind == "pair" else unit
+
+
+@st.composite
+def _axes(draw, world_size: int) -> dict:
+    """What Program says of the mesh."""
+    if world_size % 2:
+        return {"egtp": draw(st.sampled_from([0, world_size]))}
+    axes = {"is_grouped": draw(st.booleans())}
+    if world_size >= 4:
+        axes["has_tp"] = draw(st.booleans())
+        if world_size > 4 or not axes["has_tp"]:
+            axes["replicas"] = draw(st.sampled_from(["", "dps", "dpr"]))
+    if not axes.get("has_tp"):
+        axes["egtp"] = draw(st.sampled_from([0, 1, 2, world_size]))
+    return axes
 
 
 def _without_impossible_freeze(microbatch: Microbatch) -> Microbatch:
@@ -77,7 +102,9 @@ def _without_impossible_freeze(microbatch: Microbatch) -> Microbatch:
 @st.composite
 def programs(draw, world_size: int) -> Program:
     """A random :class:`Program` for this number of ranks."""
-    units = draw(_tuples(UNITS, 1, 5))
+    units, axes = draw(_tuples(UNITS, 1, 5)), draw(_axes(world_size))
+    if axes.get("has_tp"):
+        units = tuple(map(_even, units))
     segments = st.builds(
         Segment,
         units=_tuples(st.integers(0, len(units) - 1), 1, 3),
@@ -120,7 +147,7 @@ def programs(draw, world_size: int) -> Program:
     return Program(
         units=units,
         steps=chosen,
-        ties=draw(_ties(units)),
+        ties=() if axes.get("has_tp") else draw(_ties(units)),
         frozen=draw(_tuples(indices, 0, 2)),
         hooks=draw(st.one_of(st.just(()), _tuples(hooks, 1, 2))),
         config=config,
@@ -128,12 +155,15 @@ def programs(draw, world_size: int) -> Program:
         foreach=draw(st.booleans()),
         cast_input=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
-        replicas=draw(st.sampled_from(["", "dps", "dpr"])) if world_size == 4 else "",
         syncs_last_only=syncs_last_only,
+        late_units=draw(_tuples(st.integers(0, 4), 0, 2)),
+        **axes,
     )
 
 
-@pytest.mark.parametrize("world_size, share", [(2, 0.4), (3, 0.2), (4, 0.4)])
+@pytest.mark.parametrize(
+    "world_size, share", [(2, 0.3), (3, 0.15), (4, 0.4), pytest.param(8, 0.15, marks=pytest.mark.slow)]
+)
 def test_random_programs_equal_the_unsharded_model(rank_pool, world_size, share):
     @settings(max_examples=int(settings.default.max_examples * share))
     @given(programs(world_size))
@@ -187,3 +217,49 @@ def test_hook_of_a_parameter_frozen_after_the_forward(rank_pool, min_numel):
     """torch calls the hook with the gradient, which then goes nowhere."""
     program = _one_forward(hooks=((0, "tensor"),), microbatch={"freeze": (0,)}, min_numel=min_numel)
     assert rank_pool.run(2, run_program, program) == [[], []]
+
+
+_EVERYTHING = Program(
+    units=(Unit("square", bias=True), Unit("experts", 3), Unit("pair", 6), Unit("lookup", 5), Unit("einsum")),
+    steps=(Step((Microbatch((Forward(paths=((Segment((3, 0, 1)), Segment((2, 1, 4), "nonreentrant")),)),)),) * 2),) * 3,
+    config={"wire_format": "fp8_rowwise", "calculate_per_token_loss": False},
+    is_grouped=True,
+)
+_GRIDS = {
+    "experts_on_their_own_axis": ({"egtp": 2}, 4),
+    "experts_beside_replicas": ({"egtp": 4, "replicas": "dpr"}, 4),
+    "tensor_parallel": ({"has_tp": True}, 4),
+    "everything": ({"has_tp": True, "replicas": "dps", "syncs_last_only": True, "late_units": (0, 2)}, 8),
+}
+
+
+def _describe(program: Program, mesh) -> dict[str, str]:
+    """How each weight of the sharded run is stored and travels."""
+    model = ShardedRun(program, mesh).model
+    found = {}
+    for name, owner in zip(("square", "experts", "up", "down", "lookup", "einsum"), model.weight_owners()):
+        weight = owner.__dict__[STATE].weights["weight"]
+        axes = "x".join(f"{axis}{size}" for axis, size in zip(weight.spec.mesh.mesh_dim_names, weight.spec.mesh.shape))
+        found[name] = f"{weight.wire_name} on {axes}"
+    return found
+
+
+@pytest.mark.parametrize("grid", _GRIDS)
+def test_fixed_programs_on_grids(rank_pool, grid):
+    """Those axes and formats are there, the program is right on them, and a wrong scale shows."""
+    options, world_size = _GRIDS[grid]
+    program = replace(_EVERYTHING, **options)
+    seen = rank_pool.run(world_size, _describe, program)[0]
+    dense = {
+        "experts_on_their_own_axis": "gtp4",
+        "experts_beside_replicas": "dpr2xgtp2",
+        "tensor_parallel": "tp2xgtp2",
+        "everything": "tp2xgtp2xdps2",
+    }[grid]
+    experts = {"experts_on_their_own_axis": "egtp2xdps2", "experts_beside_replicas": "egtp4"}.get(grid, dense)
+    expected = dict.fromkeys(("square", "up", "down", "einsum"), f"fp8_rowwise on {dense}")
+    expected |= {"experts": f"fp8_rowwise on {experts}", "lookup": f"fp32 on {dense}"}
+    assert seen == expected
+    assert rank_pool.run(world_size, run_program, program) == [[]] * world_size
+    for found in rank_pool.run(world_size, run_program, program, tamper="scale"):
+        assert found and "gradient " in found[0]
