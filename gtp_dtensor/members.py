@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 import torch.nn as nn
@@ -39,6 +40,7 @@ class ModuleState:
         self.leaves: dict[str, LeafHandle] = {}
         self.borrows: list[str] = []
         self.is_simple = False  # owns whole vectors only
+        self.own_forward: Callable | None = None  # that the module had in its __dict__
 
     def __deepcopy__(self, memo: dict) -> ModuleState:
         """A copied model gets members of its own, bound to the copied parameters and to one copied runtime."""
@@ -49,6 +51,7 @@ class ModuleState:
         state = ModuleState(new)
         memo[id(self)] = state
         state.borrows, state.is_simple = list(self.borrows), self.is_simple
+        state.own_forward = copy.deepcopy(self.own_forward, memo)  # a bound method follows the copy
         for mine, theirs in ((self.weights, state.weights), (self.smalls, state.smalls)):
             for name, member in mine.items():
                 theirs[name] = _copy_member(member, memo)

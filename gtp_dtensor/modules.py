@@ -153,13 +153,15 @@ def sharded_class(base: type[nn.Module], explicit: Forward | None) -> type[nn.Mo
         def forward(self: nn.Module, *args, **kwargs):
             if is_dynamo_compiling():
                 args, kwargs = cast_arguments(handles.input_dtypes(self), args, kwargs)
-                return base.forward(self, *args, **kwargs)
+                own = getattr(self, STATE).own_forward
+                return base.forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
             state: ModuleState = self.__dict__[STATE]
             if state.is_simple and not state.smalls.keys() & self.__dict__.keys():
                 return _forward_with_whole_params(base, self, state, args, kwargs)
             args, kwargs = cast_arguments(functional.input_dtypes(self), args, kwargs)
             with _exposed(self):
-                return base.forward(self, *args, **kwargs)
+                own = state.own_forward
+                return base.forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
 
     def __getattr__(self: nn.Module, name: str):
         # A forward that checkpoints a method of its own: the recompute runs that method alone, outside of _exposed.

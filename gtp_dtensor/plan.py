@@ -200,10 +200,10 @@ class Plan:
             )
         if is_te(type(module)):
             refuse_te(module, what, self.style.is_expert)
-        if "forward" in module.__dict__:
+        if "forward" in module.__dict__ and is_te(type(module)):
             raise ValueError(
-                f"{what} on {self.axis}: its module's forward was replaced on the instance, which would bypass the "
-                "gather; define forward on the class, or replace it after GTPStyle"
+                f"{what} on {self.axis}: the forward of its {type(module).__name__} was replaced on the instance, which would "
+                "bypass the gather; define forward on a subclass"
             )
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, _HOOKS_THAT_COMPUTE_WEIGHTS):

@@ -228,11 +228,14 @@ class _Application:
 
     def _change_class(self, module: nn.Module) -> None:
         state: ModuleState = module.__dict__[STATE]
-        explicit = None if state.borrows else explicit_forward(module, self.style.forwards)
+        state.own_forward = module.__dict__.pop("forward", None)
+        is_known = not state.borrows and state.own_forward is None
+        explicit = explicit_forward(module, self.style.forwards) if is_known else None
         if state.weights and (explicit is None or keeps_gathered(module)):
             self.general.add(type(module).__name__)
         vectors_only = all(len(small.spec.shape) < 2 for small in state.smalls.values())
-        state.is_simple = vectors_only and not (state.weights or state.borrows or isinstance(module, nn.RNNBase))
+        is_other = state.weights or state.borrows or state.own_forward or isinstance(module, nn.RNNBase)
+        state.is_simple = vectors_only and not is_other
         module.__class__ = sharded_class(type(module), explicit)
         sync_handles(module)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 
 import pytest
 import torch
@@ -193,6 +194,42 @@ def test_a_chunked_loss_over_a_vocabulary_cut_by_tensor_parallelism(rank):
         chunked_cross_entropy(reference(x), reference.head.weight, labels).backward()
         del weight
         assert_same_grads(model, reference)
+
+
+# ---- a forward that was replaced on the instance
+
+
+def doubled(module):
+    """As wrappers of other libraries do it: around the bound method of before."""
+    original = module.forward
+    module.forward = lambda *args, **kwargs: 2 * original(*args, **kwargs)
+
+
+def scaled_forward(self, x):
+    return F.linear(x, self.weight * 0.5, self.bias)
+
+
+@ranks(2)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_forward_that_was_replaced_on_the_instance(mesh, rank, world_size, is_compiled):
+    """A linear, an embedding, a norm, a method bound to its module; gathered as for a module that GTP does not know."""
+
+    def build():
+        model = nn.Sequential(nn.Embedding(VOCAB, DIM), nn.Linear(DIM, DIM), nn.LayerNorm(DIM), nn.Linear(DIM, DIM))
+        doubled(model[0]), doubled(model[1]), doubled(model[2])
+        model[3].forward = types.MethodType(scaled_forward, model[3])
+        return model.double()
+
+    model, reference = build_pair(build)
+    parallelize_module(model, mesh, GTPStyle(min_numel=30))
+    run = torch.compile(model, backend="aot_eager") if is_compiled else model
+    train_beside_reference(run, reference, ids_of, rank=rank, world_size=world_size, rtol=1e-10)
+    assert stats(model).num_sharded_weights == 3 and stats(model).live_lease_bytes == 0
+    twin = nn.Sequential(copy.deepcopy(model[3]))  # a bound method follows; a closure would not, in plain torch either
+    with torch.no_grad():
+        model[3].weight.zero_()
+        x = torch.randn(2, DIM, dtype=torch.float64)
+        assert torch.allclose(twin(x), reference[3](x), rtol=1e-10)
 
 
 # ---- misuse
