@@ -15,7 +15,7 @@ def divide_plainly(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype)
 
     Args:
         codes: float8 (..., rows, columns).
-        scale: float32, broadcasts over them.
+        scale: float32 of as many dims (one of none would be rounded to ``dtype`` before it divides).
         dtype: of the result; codes are exact in it.
     """
     return codes.to(dtype).div_(scale)  # divided in float32, and rounded once
