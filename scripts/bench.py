@@ -12,9 +12,10 @@ that mode tells host time, memory and the schedule, not communication (what is g
 run faster on zeros); ranks that share a GPU tell correctness and host time.
 
 Behind a contestant's name, each after a "+", may stand what it does otherwise: "compiled" (each block, for each size
-anew; "graphs" and "breaks" are what dynamo counted), "params16" (parameters and gradients in bfloat16), for gtp a
-transport or a wire format ("gtp+symmetric+fp8"), for fsdp_block "prefetch" (the next two blocks are gathered, as told
-by FSDP2's setters) and "symm" (its gathers in NCCL's symmetric memory, by copy engine where NCCL_CTA_POLICY=2 is set).
+anew; "graphs" and "breaks" are what dynamo counted), "params16" (parameters and gradients in bfloat16), "reduce16"
+(gradients travel in bfloat16, else in float32), for gtp a transport or a wire format ("gtp+symmetric+fp8"), for
+fsdp_block "prefetch" (the next two blocks are gathered, as told by FSDP2's setters) and "symm" (its gathers in NCCL's
+symmetric memory, by copy engine where NCCL_CTA_POLICY=2 is set).
 
 "step" is the time of forward and backward with the device waited for; "host" is the time until both are enqueued, at a
 size so small that the device never makes the host wait; both are medians. "us/use" is what a use of a weight costs the
@@ -51,7 +52,7 @@ from gtp_dtensor import GTPConfig, GTPStyle, reset_stats, stats
 from gtp_dtensor.config import WIRE_FORMATS
 
 CONTESTANTS = ("none", "fsdp_block", "fsdp_linear", "gtp")
-COMPILED, PARAMS16, PREFETCH, SYMM = "compiled", "params16", "prefetch", "symm"
+COMPILED, PARAMS16, REDUCE16, PREFETCH, SYMM = "compiled", "params16", "reduce16", "prefetch", "symm"
 TRANSPORTS = ("collective", "symmetric")
 
 
@@ -110,10 +111,11 @@ def build(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: t
         compile_blocks(model)  # before FSDP2: its hooks stand outside
     if PARAMS16 in features:
         model = model.bfloat16()
+    reduce_dtype = torch.bfloat16 if REDUCE16 in features else torch.float32
     if contestant == "gtp":
         config = GTPConfig(
             param_dtype=torch.bfloat16,
-            reduce_dtype=torch.float32,
+            reduce_dtype=reduce_dtype,
             look_ahead=args.look_ahead,
             transport=next((name for name in features if name in TRANSPORTS), args.transport),
             wire_format=next((name for name in features if name in WIRE_FORMATS), "auto"),
@@ -123,7 +125,8 @@ def build(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: t
         if compiled:
             compile_blocks(model)
     elif contestant.startswith("fsdp"):
-        shard_by_fsdp(model, mesh, contestant == "fsdp_linear", features)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        shard_by_fsdp(model, mesh, policy, contestant == "fsdp_linear", features)
     else:
         model = model.bfloat16()
     model.to_empty(device=device)
@@ -134,9 +137,10 @@ def build(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: t
     return model
 
 
-def shard_by_fsdp(model: Stack, mesh: DeviceMesh, each_linear: bool, features: Sequence[str]) -> None:
+def shard_by_fsdp(
+    model: Stack, mesh: DeviceMesh, policy: MixedPrecisionPolicy, each_linear: bool, features: Sequence[str]
+) -> None:
     """FSDP2 with one group a block, or a linear."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         if each_linear:
             for linear in block.modules():
@@ -405,7 +409,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--host-steps", type=int, default=40, help="steps of which host time is the median")
     parser.add_argument("--warmup", type=int, default=3)
-    features = {name: [COMPILED, PARAMS16] for name in CONTESTANTS}
+    features = {name: [COMPILED] if name == "none" else [COMPILED, PARAMS16, REDUCE16] for name in CONTESTANTS}
     features["gtp"] += [*TRANSPORTS, *WIRE_FORMATS]
     features["fsdp_block"] += [PREFETCH, SYMM]
     add_contestants_option(parser, CONTESTANTS, features)
