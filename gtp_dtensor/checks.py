@@ -12,8 +12,14 @@ if TYPE_CHECKING:
     from .weight import ShardedWeight
 
 
+GRADIENT = "gradient"
+GRADIENTS = "gradients"
+RETURNED = "gradient for a hook or torch.autograd.grad"
+_WHATS = ("forward use", "inference use", "recompute use", "backward use", GRADIENT, GRADIENTS, RETURNED)
+
+
 def check_peers(runtime: Runtime, members: list[ShardedWeight] | list[SmallParam], what: str) -> None:
-    """Every rank of the axis is about to communicate the same thing.
+    """Every rank of the axis is about to communicate the same thing, for the same purpose (one of ``_WHATS``).
 
     Raises:
         RuntimeError: they differ; on every rank, with the FQNs of both sides where this rank knows them.
@@ -21,14 +27,16 @@ def check_peers(runtime: Runtime, members: list[ShardedWeight] | list[SmallParam
     transport = runtime.transport
     names = {member.serial: member.fqn for member in (*runtime.live_weights(), *runtime.live_smalls())}
     with plain_ops():
-        everyones = transport.exchange([member.serial for member in members] or [-1])
+        everyones = transport.exchange([_WHATS.index(what), *(member.serial for member in members)])
     mine = everyones[transport.rank]
     for rank, theirs in enumerate(everyones):
         if theirs != mine:
             mine_named, theirs_named = (
-                [names.get(serial, f"#{serial}") for serial in serials] for serials in (mine, theirs)
+                f"{_WHATS[code]} of {[names.get(serial, f'#{serial}') for serial in serials]}"
+                for code, *serials in (mine, theirs)
             )
             raise RuntimeError(
-                f"ranks of the gtp axis use different weights: {what} of {mine_named} on rank {transport.rank} of "
-                f"the axis, of {theirs_named} on rank {rank}; all of them must run the same modules in the same order"
+                f"ranks of the gtp axis use different weights: {mine_named} on rank {transport.rank} of the axis, "
+                f"{theirs_named} on rank {rank}; all of them must run the same modules in the same order, with hooks on the "
+                "same parameters"
             )

@@ -23,7 +23,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .accumulation import sums_here
-from .checks import check_peers
+from .checks import GRADIENT, GRADIENTS, RETURNED, check_peers
 from .layout import RowCut, new_dtensor, share_storage
 from .modes import is_plain, own_ops, plain_ops
 from .pending import Pending, PendingParts, PendingPush, PendingSum, Stage, scaled
@@ -166,14 +166,22 @@ class Reducer:
         self._back_to_copies.add(self._share_sum(reduction))
 
     def _over_replicas_now(self, reduction: Pending) -> Pending:
-        """``reduction``, over gtp, and then those over all replicas: the last of them, not yet released."""
+        """``reduction``, over gtp, and then those over all replicas: the last of them, not yet released.
+
+        Earlier ones go before it, as they do on ranks where nobody waits for it: a hook may be there on one rank alone.
+        """
         weight, param = reduction.weight, reduction.param
-        axes = ((self._over_shards, self._over_shard_axis), (self._over_copies, self._over_copy_axis))
-        for start in (start for transport, start in axes if transport is not None):
+        axes = (
+            (self._over_shards, self._over_shard_axis, self.pending),
+            (self._over_copies, self._over_copy_axis, self._to_shards if self._over_shards is not None else self.pending),
+        )
+        for start, before in ((start, before) for transport, start, before in axes if transport is not None):
+            before.receive()
             rows = reduction.rows(weight.reduce_dtype)
             reduction.release()
             reduction = start(weight, param, rows)
         if self._over_copies is not None and isinstance(reduction, PendingParts):
+            self._to_copies.receive()
             parts, reduction = reduction, self._share_sum(reduction)
             parts.release()
         return reduction
@@ -192,6 +200,10 @@ class Reducer:
             before = param.grad
             if before is not None and getattr(before, "_spec", None) is not param._spec:
                 check_grad(param, weight.fqn)
+        if weight.checks_states:
+            # Where all is in step a hook may be on one rank alone; but what is kept back elsewhere would go to the replicas.
+            is_ahead = returned and weight.keeps_back and self._has_replicas
+            check_peers(self._runtime, [weight], RETURNED if is_ahead else GRADIENT)
         if len(self._in_flight) > self._most_pending:
             self.make_room()
         if is_plain():
@@ -338,6 +350,8 @@ class Reducer:
 
     def reduce_now(self, small: SmallParam, param: nn.Parameter, grad: torch.Tensor) -> DTensor:
         """The reduced gradient of one use, for a parameter whose gradient autograd itself wants."""
+        if self._runtime.config.check_param_states:
+            check_peers(self._runtime, [small], RETURNED)
         with plain_ops():
             local, owes_tp_sum = small.local_grad(grad)
             local = local.to(small.reduce_dtype).clone(memory_format=torch.contiguous_format)
@@ -352,7 +366,7 @@ class Reducer:
         entries = [(key, self.small_kept_back.pop(key)) for key in keys]
         entries.sort(key=lambda item: (not item[1][2], item[0][0].serial))
         if self._runtime.config.check_param_states:
-            check_peers(self._runtime, [small for (small, _), _ in entries], "gradients")
+            check_peers(self._runtime, [small for (small, _), _ in entries], GRADIENTS)
         groups: dict[tuple, list[tuple[SmallParam, nn.Parameter, torch.Tensor]]] = {}
         for (small, _), (param, local, owes) in entries:
             key = (small.reduce_dtype, small.tp.mesh.get_group().group_name if owes else None)

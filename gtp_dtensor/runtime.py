@@ -77,6 +77,7 @@ class Runtime:
         self.finite_check: FiniteCheck | None = None  # of the last quantization, on its way to the host
         self.is_compiled = False  # compiled code uses our weights
         self.has_optimizer = False  # an optimizer stepped on our weights
+        self.is_stepping = False  # an optimizer's step runs, or raised before its end
         self._mispredictions_pruned = 0
         self._backwards: dict[int, weakref.ref[_BackwardEnd]] = {}
         self.look_ahead = LookAhead(self)
@@ -183,8 +184,9 @@ class Runtime:
             if state is not None:
                 state.prune()
         # Writes that leave no trace (param.data, foreach kernels, an EMA) are common before an evaluation and in models
-        # that no optimizer trains: there the copies are made anew each pass. In training the optimizer signals.
-        if not (torch.is_grad_enabled() and self.has_optimizer):
+        # that no optimizer trains: there the copies are made anew each pass. In training the optimizer signals, at the end
+        # of its step.
+        if self.is_stepping or not (torch.is_grad_enabled() and self.has_optimizer):
             self.distrust_copies()
 
     @property

@@ -24,6 +24,7 @@ def watch_optimizers(runtime: Runtime) -> None:
         runtime = this()
         if runtime is not None:
             _refuse_replaced_params(optimizer)
+            runtime.is_stepping = True
             # Another model's step, which may be other ranks' too, must not bring out what is kept back here.
             if runtime.reducer.num_pending and not in_backward() and runtime.is_stepped_by(optimizer):
                 runtime.finalize()
@@ -31,6 +32,7 @@ def watch_optimizers(runtime: Runtime) -> None:
     def after(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         runtime = this()
         if runtime is not None:
+            runtime.is_stepping = False
             runtime.note_step(optimizer)
 
     for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):

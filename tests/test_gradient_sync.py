@@ -121,3 +121,29 @@ def test_a_layer_of_the_last_microbatch_only_in_two_dtypes(rank, world_size, kin
     expected = full_gradients(reference)
     for name, grad in full_gradients(model).items():
         assert relative_error(grad, expected[name]) < 2e-2, name  # bfloat16's rounding of the activations
+
+
+@ranks(4)
+@pytest.mark.parametrize("kind", ["dps", "dpr"])
+@pytest.mark.parametrize("checks", [False, True])
+def test_a_hook_that_one_rank_alone_has(rank, world_size, kind, checks):
+    """To log a weight's gradient: what the others communicate meanwhile keeps its order."""
+    model, reference = sharded(kind, GTPConfig(check_param_states=checks))
+    seen = []
+    if rank == 0:
+        model.layers[1].weight.register_hook(lambda grad: seen.append(grad.to_local().norm()))
+    for seed in range(3):
+        run(model, reference, seed, rank, world_size)
+        assert_same_grads(model, reference)
+    assert len(seen) == (3 if rank == 0 else 0)
+
+
+@ranks(2)
+def test_a_hook_on_a_whole_parameter_of_one_rank_alone_is_told(mesh, rank):
+    """With ``check_param_states``: its gradient is reduced by itself there, and with all others elsewhere."""
+    model = MLP(WIDTHS).double()
+    parallelize_module(model, mesh, GTPStyle(GTPConfig(check_param_states=True), min_numel=30))
+    if rank == 0:
+        model.layers[1].bias.register_hook(lambda grad: None)
+    with pytest.raises(RuntimeError, match=r"gradient for a hook.*'layers\.1\.bias'.*hooks on the same parameters"):
+        mean_square(model(batch(0))).backward()

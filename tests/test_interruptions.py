@@ -1,5 +1,7 @@
 """A pass that ends where nobody planned it: Ctrl-C in a notebook, an error in a recompute, an out-of-memory retry."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn as nn
@@ -124,6 +126,36 @@ def test_a_smaller_batch_after_running_out_of_memory(mesh, rank, world_size):
         step(reference, x)
     for (name, param), other in zip(model.named_parameters(), reference.parameters()):
         assert torch.allclose(param.grad.full_tensor(), other.grad, rtol=1e-11, atol=1e-14), name
+
+
+class Interrupted(torch.optim.SGD):
+    """Writes by a foreach kernel, which leaves no trace, and does not come to its end where ``breaks``."""
+
+    breaks = False
+
+    @torch.no_grad()
+    def step(self):
+        torch._foreach_add_(self.param_groups[0]["params"], 1.0)
+        if self.breaks:
+            raise KeyboardInterrupt
+
+
+@ranks(2)
+def test_an_optimizer_step_that_is_interrupted(mesh):
+    """It has written, and the signal at its end does not come: the next forward reads what was written."""
+    model, reference = build_pair(Breakable)
+    parallelize_module(model, mesh, GTPStyle(GTPConfig(param_dtype=torch.bfloat16), min_numel=30))
+    optimizer, x = Interrupted(model.parameters(), lr=0.1), batch(0).float()
+    for optimizer.breaks in (False, False, True):
+        model(x).float().sum().backward()
+        if optimizer.breaks:
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+        reference.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+        assert torch.equal(model(x), copy.deepcopy(reference).bfloat16()(x.bfloat16()))
 
 
 class Nested(nn.Module):
