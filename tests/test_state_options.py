@@ -47,6 +47,10 @@ from tests.reference import (
 WIDTHS = (16, 33, 16)
 
 
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def batch(step, num=12):
     return torch.randn(num, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
 
@@ -80,7 +84,7 @@ def load_folder(tmp_path, rank):
 
 
 @ranks(4)
-@pytest.mark.parametrize("kind", ["dps", "dpr"])
+@pytest.mark.parametrize("kind", ["dps", slow("dpr")])
 def test_whole_state_dicts_of_the_first_rank(rank, kind):
     """What FSDP2's users load and save with: everything on rank 0, nothing on the others."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(kind, "gtp"))
@@ -278,7 +282,7 @@ class CountingPlanner(DefaultSavePlanner):
 
 
 @ranks(4)
-@pytest.mark.parametrize("names", [("dpr", "gtp"), ("gtp", "dpr"), ("dps", "gtp"), ("gtp", "dps")])
+@pytest.mark.parametrize("names", [("dpr", "gtp"), slow(("gtp", "dpr")), slow(("dps", "gtp")), ("gtp", "dps")])
 def test_each_chunk_has_one_writer(rank, tmp_path, names):
     """Whichever way the replicas lie, each part of each tensor is written once, and the parts are the tensor."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
@@ -378,7 +382,7 @@ class Tiny(nn.Module):
 
 
 @ranks(1, 2, 8)
-@pytest.mark.parametrize("numel", [1, 2, 100_000])
+@pytest.mark.parametrize("numel", [1, slow(2), slow(100_000)])
 def test_tiny_parameters_get_their_gradient_on_any_number_of_ranks(mesh, rank, world_size, numel):
     """Forced to be sharded, a 0-dim and an empty parameter stay whole; nothing has a zero gradient but what has no element."""
     model, reference = build_pair(lambda: Tiny(numel).double())
