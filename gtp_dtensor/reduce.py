@@ -202,7 +202,7 @@ class Reducer:
                 check_grad(param, weight.fqn)
         if weight.checks_states:
             # Where all is in step a hook may be on one rank alone; but what is kept back elsewhere would go to the replicas.
-            is_ahead = returned and weight.keeps_back and self._has_replicas
+            is_ahead = returned and weight.keeps_back and (self._over_shards or self._over_copies) is not None
             check_peers(self._runtime, [weight], RETURNED if is_ahead else GRADIENT)
         if len(self._in_flight) > self._most_pending:
             self.make_room()

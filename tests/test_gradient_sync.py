@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from gtp_dtensor import GTPConfig, GTPStyle, finalize_grads, reset_stats, set_requires_gradient_sync, stats
+from gtp_dtensor.members import model_runtimes
 from tests.harness import ranks
 from tests.models import MLP
 from tests.reference import build_pair, full_gradients, local_slice, mean_square, relative_error, replica_options
@@ -55,6 +56,7 @@ def test_a_part_keeps_back_and_the_rest_does_not(rank, world_size, kind, as_list
         assert seen.num_replica_reductions == (3 if index == 2 else 1)
         assert has_grads == ([True] * 3 if index == 2 else [False, True, False])
         assert seen.num_pending == (0 if index == 2 else 4)  # two weights, two biases
+        assert [r.syncs_gradients for r in model_runtimes(model)] == [index == 2]
     assert_same_grads(model, reference)
 
 
