@@ -149,3 +149,21 @@ def test_a_write_between_is_refused(mesh):
         model[2].weight.mul_(2)
     with pytest.raises(RuntimeError, match=r"2\.weight: the weight was modified between a forward and its backward"):
         torch.autograd.grad(y, [x], create_graph=True)
+
+
+@ranks(2)
+@pytest.mark.parametrize("options", [{"param_dtype": torch.bfloat16}, {"wire_format": "fp8_rowwise"}], ids=str)
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_penalties_of_weights_that_are_cast(mesh, rank, world_size, options, autocasts):
+    """The second pass reads what the first one read: bfloat16, or what arrived in FP8."""
+    model, reference = build_pair(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1)))
+    parallelize_module(model, mesh, GTPStyle(GTPConfig(**options), min_numel=2))
+    x = batch().float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+        penalty(model, local_slice(x, rank, world_size)).float().backward()
+    penalty(reference, x).backward()
+    expected = full_gradients(reference)
+    for name, grad in full_gradients(model).items():
+        error = (grad - expected[name]).norm() / expected[name].norm()
+        assert error < 0.1 and (error > 0 or name == "2.bias"), (name, error)  # that one is a mean of ones
+    assert (stats(model).num_pending, stats(model).live_lease_bytes) == (0, 0)
