@@ -141,7 +141,8 @@ class QuantizedShard:
         """Rewrite the parts; the slots hold what is known of the whole weight by now."""
         before = self.amax if self._generation == weight.generation else {}
         self._generation = weight.generation
-        self.amax, self._slots = self.wire.complete(self._slots, before, weight.owner), {}
+        self._remember(self.wire.complete(self._slots, before, weight.owner))
+        self._slots = {}
         runtime, cut = weight.runtime, weight.replica_cut
         rows = self._stored(weight)
         if runtime.config.check_param_states:
@@ -160,6 +161,20 @@ class QuantizedShard:
                 self._quantize_rows(runtime.transport.move_rows(rows, weight.cut, self.cut))
                 transfer.release()
         weight.counters.num_quantizations += 1
+
+    def _remember(self, amax: dict[Amax, torch.Tensor]) -> None:
+        """Make ``amax`` what is known of the whole weight, in the memory of before: CUDA graphs read and rewrite it there."""
+        pairs, known = [], self.amax
+        for key, value in amax.items():
+            mine = known.get(key)
+            if mine is None or mine.shape != value.shape or mine.device != value.device:
+                amax[key] = value.clone()
+            elif mine is not value:
+                pairs.append((mine, value))
+                amax[key] = mine
+        self.amax = amax
+        if pairs:
+            torch._foreach_copy_([mine for mine, _ in pairs], [value for _, value in pairs])
 
     def _replicas_hold_whole_blocks(self, weight: ShardedWeight) -> bool:
         cut = weight.replica_cut
@@ -273,27 +288,36 @@ class FiniteCheck:
     """Whether weights held finite values when they were quantized.
 
     Args:
-        finite: int (weights,), 0 where not, on any device; copied without stopping the host.
         fqns: of these weights.
         format_name: how they travel.
     """
 
-    def __init__(self, finite: torch.Tensor, fqns: list[str], format_name: str) -> None:
+    def __init__(self, fqns: tuple[str, ...], format_name: str) -> None:
         self._fqns, self._format_name = fqns, format_name
-        self._copied = None
-        if finite.is_cuda:
-            self._finite = torch.empty_like(finite, device="cpu", pin_memory=True)
-            self._finite.copy_(finite, non_blocking=True)
-            self._copied = torch.cuda.current_stream(finite.device).record_event()
-        else:
+        self._finite: torch.Tensor | None = None  # on the host
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, finite: torch.Tensor, is_captured: bool) -> None:
+        """``finite``: int (weights,), 0 where not. From a GPU it is copied without stopping the host; where that is a part of
+        a CUDA graph, nobody knows when it happens."""
+        if not finite.is_cuda:
             self._finite = finite
+            return
+        if self._finite is None:
+            self._finite = torch.ones_like(finite, device="cpu", pin_memory=True)
+        self._finite.copy_(finite, non_blocking=True)
+        self._copied = None if is_captured else torch.cuda.current_stream(finite.device).record_event()
 
     def raise_if_not(self) -> None:
-        """Raise ``RuntimeError`` that names those that did not, on all ranks alike."""
+        """Raise ``RuntimeError`` that names those that did not, on all ranks alike (after replays of a CUDA graph: of
+        those that have come to it)."""
         if self._copied is not None:
             self._copied.synchronize()  # of a step ago
+        if self._finite is None:
+            return
         bad = [fqn for fqn, is_finite in zip(self._fqns, self._finite.tolist()) if not is_finite]
         if bad:
+            self._finite.fill_(1)  # told once
             raise RuntimeError(
                 f"{', '.join(bad)}: the weight holds NaN or infinity, and its scale, as {self._format_name} travels, would "
                 "spread that over others; load or initialise finite values, or skip optimizer steps whose gradients are not "
@@ -332,12 +356,16 @@ def refresh_quantized(weights: Sequence[ShardedWeight]) -> None:
     finite = torch.stack([torch.isfinite(own[Amax.MATRIX]).all() for own in slots.values()]).int()
     for group in dict.fromkeys(group for weight in slots for group in weight.quantized.slice_groups):
         dist.all_reduce(finite, dist.ReduceOp.MIN, group=group)
-    check = FiniteCheck(finite, [weight.fqn for weight in slots], weights[0].quantized.wire.name)
-    if finite.is_cuda:  # without stopping the host: told before the next quantization
-        earlier, weights[0].runtime.finite_check = weights[0].runtime.finite_check, check
-        if earlier is not None:
-            earlier.raise_if_not()
-    else:
+    runtime = weights[0].runtime
+    is_captured = runtime.transport.is_capturing
+    if finite.is_cuda and not is_captured:  # without stopping the host: told before the next quantization
+        runtime.check_finite()
+    fqns = tuple(weight.fqn for weight in slots)
+    check = runtime.finite_checks.get(fqns)
+    if check is None:
+        check = runtime.finite_checks[fqns] = FiniteCheck(fqns, weights[0].quantized.wire.name)
+    check.take(finite, is_captured)
+    if not finite.is_cuda:
         check.raise_if_not()
     for weight in weights:
         weight.quantized.quantize(weight)

@@ -73,7 +73,7 @@ class Runtime:
         self._largest_bytes = 0
         self._depth = 0  # of the root's forward, outside backwards
         self._starts_pass = False  # the next use is the first of a pass
-        self.finite_check: FiniteCheck | None = None  # of the last quantization, on its way to the host
+        self.finite_checks: dict[tuple[str, ...], FiniteCheck] = {}  # of the last quantizations, by their weights
         self.is_compiled = False  # compiled code uses our weights
         self.has_optimizer = False  # an optimizer stepped on our weights
         self._mispredictions_pruned = 0
@@ -362,6 +362,11 @@ class Runtime:
                         weight.collect_pieces()
             self.counters.num_fences += self.transport.num_fences - num_fences
             self.counters.num_refreshes += sum(weight.is_copied for weight in stale)
+
+    def check_finite(self) -> None:
+        """Raise where weights held NaN or infinity when they were quantized, as far as that is known by now."""
+        for check in self.finite_checks.values():
+            check.raise_if_not()
 
     # ---- looking ahead
 
