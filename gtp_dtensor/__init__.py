@@ -17,6 +17,8 @@ from .api import (
 from .checkpoint import CheckedFileSystemReader, CheckedLoadPlanner
 from .config import GTPConfig
 from .experts import grouped_linear
+from .graph_checks import GraphError
+from .graphs import GraphedStep, graph_step
 from .init import logical_init
 from .memory import GTPMemory, MemoryRow, memory_table
 from .optim import Muon, clip_grad_norm_, count_zero_grads, muon_param_groups
@@ -29,6 +31,8 @@ __all__ = [
     "GTPMemory",
     "GTPStats",
     "GTPStyle",
+    "GraphError",
+    "GraphedStep",
     "MemoryRow",
     "Muon",
     "ScheduleRow",
@@ -36,6 +40,7 @@ __all__ = [
     "clip_grad_norm_",
     "count_zero_grads",
     "finalize_grads",
+    "graph_step",
     "grouped_linear",
     "logical_init",
     "materialized",

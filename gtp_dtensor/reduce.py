@@ -421,6 +421,12 @@ class Reducer:
             stage.drop()
         self.small, self.kept_back, self.small_kept_back = {}, {}, {}
 
+    def discard(self) -> None:
+        """What is under way was part of a capture that failed: nothing of it ran."""
+        for stage in self._stages:
+            stage.discard()
+        self.small, self.kept_back, self.small_kept_back = {}, {}, {}
+
 
 def _own_gradient(weight: ShardedWeight, grad: torch.Tensor) -> torch.Tensor:
     """Of the TP-local weight, from that of the weight on its tp mesh."""

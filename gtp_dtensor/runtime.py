@@ -17,7 +17,7 @@ import torch
 
 from .checks import check_peers
 from .config import GTPConfig
-from .counters import RuntimeCounters
+from .counters import RuntimeCounters, Tally
 from .domain import Domain
 from .look_ahead import LookAhead, UseTimer
 from .modes import in_backward, plain_ops
@@ -29,6 +29,7 @@ from .steps import watch_optimizers
 from .weight import Lease, ShardedWeight
 
 if TYPE_CHECKING:
+    from .graph_capture import Captured
     from .members import RootState
 
 
@@ -65,6 +66,8 @@ class Runtime:
         self.schedule = Schedule()
         self.reducer = Reducer(self)
         self.counters = RuntimeCounters()
+        self.tallies: list[Tally] = []  # of CUDA graphs
+        self.captured: Captured | None = None  # by the capture that goes on
         # Members are held by their root and by the modules that own them; never by us, or nothing would be freed.
         self.weights: list[weakref.ref[ShardedWeight]] = []
         self.smalls: list[weakref.ref[SmallParam]] = []
@@ -243,6 +246,11 @@ class Runtime:
         self.reducer.drain(syncs_gradients)
         self.free_unused_leases(but_for_forward=True)
 
+    def forget_passes(self) -> None:
+        """What began will not end."""
+        self._backwards.clear()
+        self._depth, self._starts_pass = 0, False
+
     def _void(self) -> None:
         self.reducer.void()
         self.free_unused_leases()
@@ -349,6 +357,8 @@ class Runtime:
         replicas, then a gather for each over that axis, awaited when the weight is used (with symmetric memory: here)."""
         with plain_ops():
             stale = [weight for weight in self.live_weights() if weight.compute_shard is None]
+            if self.captured is not None:
+                self.captured.refreshed.update(stale)
             num_fences = self.transport.num_fences
             with self.transport.rewriting(stale):
                 quantized = [weight for weight in stale if weight.quantized is not None]
@@ -470,8 +480,14 @@ class Runtime:
                 ):
                     self.drop(lease)
 
+    def enter_tallies(self) -> None:
+        """Bring replays of CUDA graphs into the counters."""
+        for tally in self.tallies:
+            tally.enter()
+
     def reset_counters(self) -> None:
         """All to zero; the peak of gathered bytes starts at what is gathered now."""
+        self.enter_tallies()
         live = self.counters.live_lease_bytes
         self.counters = RuntimeCounters(live_lease_bytes=live, peak_lease_bytes=live)
         self._mispredictions_pruned = 0

@@ -9,6 +9,7 @@ boundary has to be declared, and a wrong guess costs time, never correctness.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -197,6 +198,16 @@ class Schedule:
     def period_aheads(self) -> list[int | None]:
         """The plan at each use of :meth:`period`."""
         return [None if self._aheads is None else self._aheads[place] for place in self._period()]
+
+    # ---- steps that never ran
+
+    def state(self) -> dict[str, object]:
+        """What :meth:`restore` takes back, as it is now."""
+        return {name: copy.copy(value) for name, value in self.__dict__.items()}
+
+    def restore(self, state: dict[str, object]) -> None:
+        """Forget what happened since ``state``, of which nothing ran."""
+        self.__dict__.update(state)
 
     def _index(self) -> None:
         """Bring the chains of occurrences up to date."""

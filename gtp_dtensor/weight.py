@@ -158,6 +158,12 @@ class Lease:
         self._buffer = None
         self.weight.runtime.counters.live_lease_bytes -= self.num_bytes
 
+    def discard(self) -> None:
+        """It was part of a capture that failed: end it without a word to any stream."""
+        if self.state is not _ENDED:
+            self._transfer.discard()
+            self.weight.runtime.drop(self)
+
     def __del__(self) -> None:
         # A lease of the general path is held by the graph node that saved the gathered tensor, and ends with it. One in
         # flight dies with its model.
@@ -418,6 +424,12 @@ class ShardedWeight:
             self._shard_rows().copy_(cut.unpack(rows))
         pieces.release()
 
+    def discard_pieces(self) -> None:
+        """They were part of a capture that failed."""
+        pieces, self._pieces, self._piece = self._pieces, None, None
+        if pieces is not None:
+            pieces.discard()
+
     def check_copy(self) -> None:
         """Debug check (``check_param_states``): the compute shard still holds the parameter's values."""
         local = self.param._local_tensor
@@ -477,7 +489,10 @@ class ShardedWeight:
             buffer = shard.new_empty(*self.buffer_shape)  # parsed faster than one argument
             transfer = transport.all_gather(buffer, shard, self.cut.dim)
         counters.gather_bytes += num_bytes
-        return Lease(self, kind, buffer, transfer, prefetched, view)
+        lease = Lease(self, kind, buffer, transfer, prefetched, view)
+        if self.runtime.captured is not None:
+            self.runtime.captured.leases.append(weakref.ref(lease))
+        return lease
 
 
 def role_of(fqn: str) -> str:

@@ -1,0 +1,126 @@
+"""A stand-in for CUDA graphs on a CPU: a capture leaves no trace in tensors, a replay computes and leaves none in Python.
+
+What is replayed is the step itself, run again on the graph's own inputs; what its Python did is undone each time, and what
+it computed is written to where the capture had put it. So a test sees whether the library does on its own what Python would
+have done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from gtp_dtensor.graphs import GraphedStep
+from gtp_dtensor.members import model_runtimes
+
+
+def _local(tensor):
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class StandIn:
+    """See ``gtp_dtensor.graph_capture.Recorder``.
+
+    Attributes:
+        num_released: how often :meth:`release` was called.
+        in_capture: called with the stand-in within a capture, after the step.
+    """
+
+    def __init__(self, model, optimizers, step):
+        self.model, self.optimizers, self._step = model, optimizers, step
+        self._args = None
+        self._is_capturing = False
+        self.num_released = 0
+
+    def step(self, *args, **kwargs):
+        """What a GraphedStep is given."""
+        if self._is_capturing:
+            self._args = args, kwargs
+        return self._step(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def apart(self):
+        yield
+
+    def _tensors(self):
+        params = [_local(param) for param in self.model.parameters()]
+        grads = [_local(param.grad) for param in self.model.parameters() if param.grad is not None]
+        states = [_local(t) for o in self.optimizers for t in tree_leaves(list(o.state.values())) if _is_tensor(t)]
+        copies = [w._copy for r in model_runtimes(self.model) for w in r.live_weights() if w._copy is not None]
+        return params + grads + states + copies
+
+    def capture(self, step, failed):
+        self._is_capturing = True
+        saved = [(tensor, tensor.clone()) for tensor in self._tensors()]
+        try:
+            outputs = step()
+        except BaseException:
+            self._undo(saved)
+            failed()
+            raise
+        finally:
+            self._is_capturing = False
+        self._undo(saved)
+        grads = [param.grad for param in self.model.parameters()]
+        args, kwargs = self._args
+
+        def replay():
+            with self._python_undone():
+                found = self._step(*args, **kwargs)
+                for output, new in zip(tree_leaves(outputs), tree_leaves(found)):
+                    if _is_tensor(output):
+                        output.copy_(new.detach())
+                for param, grad in zip(self.model.parameters(), grads):
+                    if grad is not None and param.grad is not grad:
+                        _local(grad).copy_(_local(param.grad))
+
+        return replay, outputs
+
+    @staticmethod
+    def _undo(saved):
+        with torch.no_grad():
+            for tensor, before in saved:
+                tensor.data.copy_(before)
+
+    @contextlib.contextmanager
+    def _python_undone(self):
+        runtimes = model_runtimes(self.model)
+        kept = []
+        for runtime in runtimes:
+            runtime.distrust_copies()  # a graph that rewrites them does so whatever Python knows
+            kept.append((runtime.schedule, runtime.schedule.state(), runtime.counters, runtime.counters.peak_lease_bytes))
+        counters = [
+            (c, {name: getattr(c, name) for name in type(c).__slots__})
+            for r in runtimes
+            for c in (r.counters, *(w.counters for w in r.live_weights()))
+        ]
+        writes = [(w, w.num_writes, w.generation, w.compute_shard) for r in runtimes for w in r.live_weights()]
+        grads = [(param, param.grad) for param in self.model.parameters()]
+        yield
+        for schedule, state, *_ in kept:
+            schedule.restore(state)
+        for one, values in counters:
+            for name, value in values.items():
+                setattr(one, name, value)
+        for weight, weight.num_writes, weight.generation, weight.compute_shard in writes:
+            pass
+        for param, grad in grads:
+            param.grad = grad
+
+    def release(self):
+        self.num_released += 1
+
+
+def _is_tensor(value):
+    return isinstance(value, torch.Tensor)
+
+
+def graphed(step, model, *optimizers, **options):
+    """(a GraphedStep over the stand-in, the stand-in)."""
+    stand_in = StandIn(model, optimizers, step)
+    settings = {"num_warmup_steps": 2, "max_graphs": 1, "clone_outputs": True, **options}
+    device = torch.device("cpu")
+    return GraphedStep(stand_in.step, model, optimizers, recorder=stand_in, device=device, **settings), stand_in
