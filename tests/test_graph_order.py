@@ -1,0 +1,215 @@
+"""What the symmetric transport puts into a CUDA graph: only edges order it there, not the host. Streams are logged, and then
+run in any order that the edges allow."""
+
+import random
+from dataclasses import dataclass, field
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+import gtp_dtensor.domain
+from gtp_dtensor import GTPConfig, GTPStyle, stats
+from gtp_dtensor.graph_capture import Runtimes
+from gtp_dtensor.transport.symmetric import SymmetricTransport
+from tests.harness import ranks
+from tests.models import MLP
+from tests.reference import mean_square
+from tests.thread_fabric import ThreadFabric
+
+
+@dataclass
+class Node:
+    """Of a captured graph. ``words``: what it writes, or waits for and resets; numbers tell words of a rank's memory."""
+
+    lane: int
+    kind: str
+    before: set[int] = field(default_factory=set)
+    words: list[tuple[int, int]] = field(default_factory=list)
+    value: int = 0
+
+
+class LoggingFabric(ThreadFabric):
+    """While ``nodes`` is a list, what lanes are given goes there and nothing happens."""
+
+    nodes = None
+    place_of = None  # address -> (rank, number)
+
+    def start(self, place_of):
+        self.nodes, self.place_of = [], place_of
+        self._last, self._waits, self._events, self.foreign = {}, {}, {}, 0
+
+    def _node(self, lane, kind, words=(), value=0):
+        before = self._waits.pop(lane, set())
+        if lane in self._last:
+            before.add(self._last[lane])
+        self._last[lane] = len(self.nodes)
+        self.nodes.append(Node(lane, kind, before, [self.place_of(word) for word in words], value))
+
+    def record(self, event, lane):
+        if self.nodes is None:
+            return super().record(event, lane)
+        self._node(lane, "record")
+        self._events[id(event)] = self._last[lane]
+
+    def wait(self, lane, event):
+        if self.nodes is None:
+            return super().wait(lane, event)
+        if id(event) not in self._events:  # of eager code: a capture would fail
+            self.foreign += 1
+            return
+        self._waits.setdefault(lane, set()).add(self._events[id(event)])
+
+    def copy(self, to, source, num_bytes, lane):
+        super().copy(to, source, num_bytes, lane) if self.nodes is None else self._node(lane, "copy")
+
+    def writer(self, words, value):
+        write = super().writer(words, value)
+        return lambda lane: write(lane) if self.nodes is None else self._node(lane, "write", words, value)
+
+    def taker(self, words, value, kind):
+        take = super().taker(words, value, kind)
+
+        def call(lane, number):
+            assert (number is None) is (self.nodes is not None)  # the watchdog does not know what is captured
+            take(lane, number) if self.nodes is None else self._node(lane, "take", words, value)
+
+        return call
+
+    def sum(self, lane, job):
+        super().sum(lane, job) if self.nodes is None else self._node(lane, "sum")
+
+
+def captured(rank, world_size, config):
+    """(nodes of one training step on this rank, the fabric)."""
+    made = []
+
+    def choose(requested, mesh, device, name):
+        made.append(SymmetricTransport(mesh.get_group(), device, name, LoggingFabric()))
+        return made[-1]
+
+    with mock.patch.object(gtp_dtensor.domain, "choose_transport", choose):
+        torch.manual_seed(0)
+        model = MLP((16, 24, 24, 24, 16), bias=False)
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("gtp",))
+        parallelize_module(model, mesh, GTPStyle(config, min_numel=30))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        for _ in range(2):
+            mean_square(model(torch.ones(2, 16))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    runtimes = Runtimes(model)
+    for _ in range(2):
+        step()
+        runtimes.settle()
+    (transport,) = made
+    transport.before_replay()  # the caller comes after all lanes
+    torch.distributed.barrier()
+    ptrs = transport._control.ptrs
+
+    def place_of(address):
+        owner = max((ptr for ptr in ptrs if ptr <= address), default=None)
+        return ptrs.index(owner), address - owner
+
+    transport.fabric.start(place_of)
+    with runtimes.capturing():
+        step()
+    nodes, transport.fabric.nodes = transport.fabric.nodes, None
+    assert stats(model).live_lease_bytes == 0 and stats(model).num_pending == 0
+    return nodes, transport.fabric
+
+
+def order_of(nodes, seed):
+    """All nodes, in a random order that their edges allow."""
+    generator, done, order = random.Random(seed), set(), []
+    waiting = set(range(len(nodes)))
+    while waiting:
+        ready = sorted(n for n in waiting if nodes[n].before <= done)
+        # For long from one lane, so that lanes come far apart.
+        lane = generator.choice(sorted({nodes[n].lane for n in ready}))
+        for _ in range(generator.choice((1, 3, 50))):
+            ready = sorted(n for n in waiting if nodes[n].before <= done and nodes[n].lane == lane)
+            if not ready:
+                break
+            order.append(ready[0])
+            done.add(ready[0])
+            waiting.discard(ready[0])
+    return order
+
+
+def runs_through(graphs, order, num_replays=2):
+    """Whether all ranks, each with one queue, come to the end of their graphs in this order."""
+    words: dict[tuple[int, int], int] = {}
+    queues = [order * num_replays for _ in graphs]
+    at = [0] * len(graphs)
+    moved = True
+    while moved:
+        moved = False
+        for rank, nodes in enumerate(graphs):
+            while at[rank] < len(queues[rank]):
+                node = nodes[queues[rank][at[rank]]]
+                if node.kind == "take":
+                    if any(words.get(word, 0) != node.value for word in node.words):
+                        break
+                    words.update({word: 1 - node.value for word in node.words})
+                elif node.kind == "write":
+                    words.update({word: node.value for word in node.words})
+                at[rank] += 1
+                moved = True
+    return all(place == len(queue) for place, queue in zip(at, queues))
+
+
+@ranks(2)
+@pytest.mark.parametrize("missing", [None, "parts", "room"])
+def test_every_order_that_the_edges_allow_runs_through(rank, world_size, missing):
+    config = GTPConfig(param_dtype=torch.bfloat16, graph_wgrad_ring_size=2)
+    # Gradients travel in pieces: else a slot's last use was received before its next one, whatever is edged here.
+    with mock.patch.multiple(gtp_dtensor.transport.symmetric, _MOST_SLOT_BYTES=256, _ALIGNMENT=64):
+        nodes, fabric = captured(rank, world_size, config)
+    assert fabric.foreign == 0  # no event of eager code was waited for
+    lanes = {node.lane for node in nodes}
+    num_pieces = sum(node.kind == "sum" for node in nodes)
+    assert len(lanes) == 4 and num_pieces > 2 * 8
+    assert sum(node.kind == "take" for node in nodes) == 2 + 2 * num_pieces
+    if missing is not None:
+        drop_edges(nodes, missing)
+    graphs = [None] * world_size
+    torch.distributed.all_gather_object(graphs, nodes)
+    assert len({tuple((n.lane, n.kind, frozenset(n.before)) for n in graph) for graph in graphs}) == 1
+    stuck = sum(not runs_through(graphs, order_of(nodes, seed)) for seed in range(60))
+    assert (stuck > 0) == (missing is not None), stuck
+
+
+@ranks(2)
+def test_all_lanes_begin_with_the_capture_and_join_it(rank, world_size):
+    nodes, _ = captured(rank, world_size, GTPConfig())
+    first = next(n for n, node in enumerate(nodes) if node.lane == 0)
+    assert first == 0 and all(node.before for node in nodes[1:])  # nothing begins by itself
+    reached, todo = set(), [len(nodes) - 1]
+    ends = {max(n for n, node in enumerate(nodes) if node.lane == lane) for lane in (1, 2, 3)}
+    assert all(nodes[n].kind == "record" for n in ends)  # which the capturing stream then waits for
+    todo += ends
+    while todo:
+        n = todo.pop()
+        if n not in reached:
+            reached.add(n)
+            todo += nodes[n].before
+    assert reached == set(range(len(nodes)))
+
+
+def drop_edges(nodes, missing):
+    """As if the capture relied on the host's order there: from telling to waiting for parts, or from giving room to
+    waiting for room."""
+    pushing, summing = 2, 3
+    for place, node in enumerate(nodes):
+        if node.kind != "take" or node.lane != (summing if missing == "parts" else pushing):
+            continue
+        other = pushing if missing == "parts" else summing
+        node.before = {n for n in node.before if nodes[n].lane != other} | {max(
+            (n for n in range(place) if nodes[n].lane == node.lane), default=0
+        )}
