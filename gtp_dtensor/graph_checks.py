@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from .plan import clean_fqn
 from .weight import ShardedWeight
 
+_SAID = "called a synchronizing CUDA operation"  # by torch's debug mode
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -76,13 +77,13 @@ class HostReads:
     """Finds where a step stops the host for the device, while it runs without a graph; torch tells.
 
     Attributes:
-        found: where, and what torch said.
+        found: where, in this order.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._places = Places(model)
-        self.found: dict[str, str] = {}
+        self.found: dict[str, None] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -100,9 +101,9 @@ class HostReads:
 
     def _note(self, message, category, filename, lineno, file=None, line=None) -> None:
         text = str(message)
-        if "synchroniz" in text and issubclass(category, UserWarning):
-            self.found.setdefault(self._places.of_frame(sys._getframe(1)), text.partition("(Triggered")[0].strip())
-        else:
+        if _SAID in text:
+            self.found.setdefault(self._places.of_frame(sys._getframe(1)), None)
+        elif not text.startswith("Synchronization debug mode is a prototype"):
             self._show(message, category, filename, lineno, file, line)
 
     def refuse(self) -> None:

@@ -355,10 +355,11 @@ class _Reads(nn.Module):
 def test_host_reads_are_named():
     """torch's warning of each is turned into the place where it happens."""
     model = nn.ModuleDict({"first": nn.Linear(4, 4), "second": _Reads()})
-    model["first"].weight.register_hook(lambda grad: warnings.warn("a synchronizing operation") or grad)
+    model["first"].weight.register_hook(lambda grad: warnings.warn("called a synchronizing CUDA operation") or grad)
     reads = HostReads(model)
     with mock.patch("torch.cuda.get_sync_debug_mode", lambda: 0), mock.patch("torch.cuda.set_sync_debug_mode") as mode:
         with warnings.catch_warnings(record=True) as others, reads.watching():
+            warnings.warn("Synchronization debug mode is a prototype feature")
             warnings.warn("something else")
             model["second"](model["first"](torch.ones(1, 4))).sum().backward()
     assert [str(other.message) for other in others] == ["something else"]

@@ -27,7 +27,7 @@ from tests.test_experts import shard as shard_with_experts
 from tests.test_gpu import poisoned_memory
 from tests.test_wires import sharded_weight
 
-on_gpu = ranks(4, device="cuda", timeout=90, group_timeout=40)
+on_gpu = ranks(4, device="cuda", timeout=60, group_timeout=25)
 NUM_WARMUP_STEPS = 2
 
 

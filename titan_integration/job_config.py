@@ -102,6 +102,13 @@ class Gtp:
     with activation checkpointing "full" (by TransformerEngine, with GTP on) or "none".
     """
 
+    cuda_graph: str = "off"
+    """
+    "step": each training step, from the first forward to the optimizer, is one CUDA graph, captured after two steps; for
+    small batches, where the host is the limit. Needs a fused Adam or AdamW, and activation_checkpoint.preserve_rng_state =
+    false. "off": none.
+    """
+
     skip_nonfinite_steps: bool = False
     """
     Skip the update of a step whose global gradient norm is not finite: parameters, optimizer state (step counters
