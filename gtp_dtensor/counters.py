@@ -67,6 +67,7 @@ class Tally:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._peak = self._runtime.counters.peak_lease_bytes
+        self._deltas = []
         for owner, before in self._before:
             after = _values(owner.counters)
             delta = {name: after[name] - before[name] for name in after if after[name] != before[name]}

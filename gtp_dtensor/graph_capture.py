@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -112,10 +112,17 @@ class CudaRecorder:
 
 @dataclass
 class Captured:
-    """What one runtime did in a capture that goes on."""
+    """What one runtime did in a capture that goes on.
 
+    Attributes:
+        weights: that may be gathered ahead, of a part of a step; None: all, of a whole one.
+        leases: made.
+        refreshed: whose compute shards the graph rewrites.
+    """
+
+    weights: frozenset[ShardedWeight] | None = None
     leases: list[weakref.ref[Lease]] = field(default_factory=list)
-    refreshed: set[ShardedWeight] = field(default_factory=set)  # whose compute shards the graph rewrites
+    refreshed: set[ShardedWeight] = field(default_factory=set)
 
 
 class Runtimes:
@@ -123,11 +130,9 @@ class Runtimes:
 
     def __init__(self, model: nn.Module) -> None:
         self.all: list[Runtime] = model_runtimes(model)
-
-    @property
-    def transports(self) -> list[CollectiveTransport]:
-        """Of all axes, each once."""
-        return list(dict.fromkeys(t for runtime in self.all for t in runtime.domain.transports))
+        self.transports: list[CollectiveTransport] = list(
+            dict.fromkeys(t for runtime in self.all for t in runtime.domain.transports)
+        )
 
     @property
     def takes_times(self) -> bool:
@@ -143,22 +148,27 @@ class Runtimes:
                 weight.await_pieces()
 
     @contextlib.contextmanager
-    def capturing(self) -> Iterator[RuntimesReplay]:
-        """Around the captured step, within the capture. Yields what follows its replays."""
-        replay = RuntimesReplay(self)
-        transports = self.transports
+    def capturing(
+        self, replay: RuntimesReplay, weights: Iterable[ShardedWeight] | None = None
+    ) -> Iterator[None]:
+        """Around the captured step, within the capture.
+
+        Args:
+            replay: what follows its replays.
+            weights: of a part of a step: those that it uses.
+        """
         for runtime in self.all:
-            runtime.captured = Captured()
+            runtime.captured = Captured(None if weights is None else frozenset(weights))
         with contextlib.ExitStack() as stack:
             for tally in replay.tallies:
                 stack.enter_context(tally)
-            for transport in transports:
+            for transport in self.transports:
                 transport.begin_capture()
-            yield replay
+            yield
             for runtime in self.all:
                 runtime.finalize()
                 runtime.free_unused_leases()
-            for transport in transports:
+            for transport in self.transports:
                 transport.end_capture()
         replay.note_captured()
         for runtime in self.all:
@@ -184,6 +194,14 @@ class Runtimes:
             runtime.forget_passes()
             for weight in runtime.live_weights():
                 weight.mark_changed()
+
+    def take_small(self) -> dict[tuple, tuple]:
+        """Gradients of parameters that stay whole, out of a capture of a part of a step: see ``Reducer.small``."""
+        taken = {}
+        for runtime in self.all:
+            taken.update(runtime.reducer.small)
+            runtime.reducer.small = {}
+        return taken
 
     def schedules(self) -> list[dict[str, object]]:
         """Of all runtimes, as they are now."""
@@ -212,7 +230,8 @@ class RuntimesReplay:
             if weight.generation != generation:
                 self._changed.append(weight)
         for runtime, tally in zip(self._runtimes.all, self.tallies):
-            runtime.tallies.append(tally)
+            if tally not in runtime.tallies:
+                runtime.tallies.append(tally)
 
     def forget(self) -> None:
         """There will be no more replays."""
@@ -221,8 +240,8 @@ class RuntimesReplay:
             if tally in runtime.tallies:
                 runtime.tallies.remove(tally)
 
-    def before(self) -> None:
-        """A replay is about to be given to the current stream."""
+    def step(self, replay: Callable[[], None]) -> None:
+        """Give the current stream a replay of a whole step."""
         self._runtimes.settle()
         for runtime in self._runtimes.all:
             runtime.check_finite()
@@ -235,16 +254,18 @@ class RuntimesReplay:
                 runtime.refresh_copies()
                 for weight in runtime.live_weights():
                     weight.await_pieces()
-        for transport in self._runtimes.transports:
-            transport.before_replay()
-
-    def after(self) -> None:
-        """The current stream was given a replay."""
-        for transport in self._runtimes.transports:
-            transport.after_replay()
-        for tally in self.tallies:
-            tally.num_replays += 1
+        self.give(replay)
         for weight in self._stepped:
             weight.count_write()
         for weight in self._changed:
             weight.mark_changed()
+
+    def give(self, replay: Callable[[], None]) -> None:
+        """Give the current stream a replay."""
+        for transport in self._runtimes.transports:
+            transport.before_replay()
+        replay()
+        for transport in self._runtimes.transports:
+            transport.after_replay()
+        for tally in self.tallies:
+            tally.num_replays += 1

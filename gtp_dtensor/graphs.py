@@ -103,7 +103,7 @@ class _Graph:
         self.inputs = inputs
         self.outputs: Any = None
         self.replay: Callable[[], None]
-        self.runtimes: RuntimesReplay | None = None
+        self.runtimes: RuntimesReplay
         self.held: Held
         self.gradients: Gradients
         self.numbers: dict[tuple, Any] = {}
@@ -273,8 +273,10 @@ class GraphedStep:
         schedules = self._runtimes.schedules()
         state = _OptimizerState(self._optimizers)
 
+        graph.runtimes = RuntimesReplay(self._runtimes)
+
         def captured() -> Any:
-            with self._runtimes.capturing() as graph.runtimes, named_hooks(self._model):
+            with self._runtimes.capturing(graph.runtimes), named_hooks(self._model):
                 outputs = _detached(self.eager(*args, **kwargs))
             self._check_captured(graph, versions)
             return outputs
@@ -283,8 +285,7 @@ class GraphedStep:
             self._runtimes.abandon(schedules)
             graph.gradients.restore()
             state.restore()
-            if graph.runtimes is not None:
-                graph.runtimes.forget()
+            graph.runtimes.forget()
 
         try:
             with self._recorder.apart():
@@ -334,9 +335,7 @@ class GraphedStep:
         graph.gradients.check()
         for static, given in zip(graph.inputs, (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))):
             static.copy_(given)
-        graph.runtimes.before()
-        graph.replay()
-        graph.runtimes.after()
+        graph.runtimes.step(graph.replay)
         graph.gradients.replayed()
         self.num_replays += 1
         if not self._clone_outputs:

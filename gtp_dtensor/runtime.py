@@ -230,6 +230,8 @@ class Runtime:
     def end_backward(self, task: int) -> None:
         """A backward ended. Where it was a part of another (reentrant checkpointing), the other one drains."""
         self._backwards.pop(task, None)
+        if self.captured is not None and self.captured.weights is not None:
+            return  # a part of one is captured
         if any(end() is not None for end in self._backwards.values()):
             return
         self.finalize(self.syncs_gradients)
@@ -409,6 +411,9 @@ class Runtime:
                     return
             weight = self.weights[index]()
             if weight is None:
+                return
+            captured = self.captured
+            if captured is not None and captured.weights is not None and weight not in captured.weights:
                 return
             if weight.next_lease is None and (kind is not _BACKWARD or weight.kept_lease is None):
                 # A write that one rank alone made must be noticed before the gather, or it would gather again at the

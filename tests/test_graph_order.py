@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import gtp_dtensor.domain
 from gtp_dtensor import GTPConfig, GTPStyle, stats
-from gtp_dtensor.graph_capture import Runtimes
+from gtp_dtensor.graph_capture import Runtimes, RuntimesReplay
 from gtp_dtensor.transport.symmetric import SymmetricTransport
 from tests.harness import ranks
 from tests.models import MLP
@@ -117,7 +117,7 @@ def captured(rank, world_size, config):
         return ptrs.index(owner), address - owner
 
     transport.fabric.start(place_of)
-    with runtimes.capturing():
+    with runtimes.capturing(RuntimesReplay(runtimes)):
         step()
     nodes, transport.fabric.nodes = transport.fabric.nodes, None
     assert stats(model).live_lease_bytes == 0 and stats(model).num_pending == 0
