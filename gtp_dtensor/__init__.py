@@ -14,6 +14,7 @@ from .api import (
     stats,
     time_next_step,
 )
+from .block_graphs import GraphedBlocks, graph_blocks
 from .checkpoint import CheckedFileSystemReader, CheckedLoadPlanner
 from .config import GTPConfig
 from .experts import grouped_linear
@@ -32,6 +33,7 @@ __all__ = [
     "GTPStats",
     "GTPStyle",
     "GraphError",
+    "GraphedBlocks",
     "GraphedStep",
     "MemoryRow",
     "Muon",
@@ -40,6 +42,7 @@ __all__ = [
     "clip_grad_norm_",
     "count_zero_grads",
     "finalize_grads",
+    "graph_blocks",
     "graph_step",
     "grouped_linear",
     "logical_init",

@@ -104,6 +104,21 @@ class _GraphedForward:
         return types.MethodType(type(copied).forward, copied)
 
 
+class _PassHook:
+    """Tells that a forward of the model begins; not of a copy of the model."""
+
+    def __init__(self, owner: GraphedBlocks) -> None:
+        self._owner = weakref.ref(owner)
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.begin_pass(module)
+
+    def __deepcopy__(self, memo: dict) -> _PassHook:
+        return self
+
+
 class _Pass:
     """One forward whose backward may come: lives as long as autograd's graph of it."""
 
@@ -364,7 +379,7 @@ class GraphedBlocks:
         self.is_captured = False
         self._schedules: list[dict] = []
         self._blocks = [_Block(self, fqn, module) for fqn, module in found.items()]
-        self._hook = model.register_forward_pre_hook(self._begin_pass)
+        self._hook = model.register_forward_pre_hook(_PassHook(self))
         self._finalizer = weakref.finalize(self, recorder.release)
 
     def release(self) -> None:
@@ -389,8 +404,11 @@ class GraphedBlocks:
         """Called by the recorder: a capture did."""
         self.runtimes.abandon(self._schedules)
 
-    def _begin_pass(self, module: nn.Module, args: tuple) -> None:
-        if not (module.training and torch.is_grad_enabled()) or in_backward() or self.is_captured:
+    def begin_pass(self, module: nn.Module) -> None:
+        """A forward of ``module`` begins."""
+        if module is not self._model or self.is_captured:
+            return
+        if not (module.training and torch.is_grad_enabled()) or in_backward():
             return
         if self._num_passes < self._num_warmup_passes or self.runtimes.takes_times:
             self._num_passes += 1
@@ -418,6 +436,7 @@ class GraphedBlocks:
         self.runtimes.settle()
         self._schedules = self.runtimes.schedules()
         blocks = self._in_order()
+        self._recorder.prepare()
         with self._recorder.apart():
             for block in blocks:
                 block.capture_forward(self._recorder)

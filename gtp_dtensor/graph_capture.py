@@ -37,6 +37,9 @@ class Recorder(Protocol):
         """Inside, work goes to the stream of captures, after what the current stream was given before; afterwards the
         current stream comes after it."""
 
+    def prepare(self) -> None:
+        """Before one or several captures. Waits for the device."""
+
     def capture(self, step: Callable[[], Any], failed: Callable[[], None]) -> tuple[Callable[[], None], Any]:
         """(what replays it on the current stream, what ``step`` returned). Inside of :meth:`apart`. ``failed`` is called
         when it is over and did not succeed."""
@@ -63,11 +66,14 @@ class CudaRecorder:
             yield
         current.wait_stream(self._stream)
 
-    def capture(self, step: Callable[[], Any], failed: Callable[[], None]) -> tuple[Callable[[], None], Any]:
-        """See :meth:`Recorder.capture`."""
+    def prepare(self) -> None:
+        """See :meth:`Recorder.prepare`."""
         torch.cuda.synchronize(self._device)
         gc.collect()  # what has a destructor that calls CUDA would break a capture that it dies in
         torch.cuda.empty_cache()
+
+    def capture(self, step: Callable[[], Any], failed: Callable[[], None]) -> tuple[Callable[[], None], Any]:
+        """See :meth:`Recorder.capture`."""
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
         gc.disable()

@@ -290,6 +290,7 @@ class GraphedStep:
         try:
             with self._recorder.apart():
                 self._runtimes.settle()
+                self._recorder.prepare()
                 graph.replay, graph.outputs = self._recorder.capture(captured, failed)
         except GraphError:
             raise

@@ -45,6 +45,9 @@ class StandIn:
     def apart(self):
         yield
 
+    def prepare(self):
+        pass
+
     def _tensors(self):
         params = [_local(param) for param in self.model.parameters()]
         grads = [_local(param.grad) for param in self.model.parameters() if param.grad is not None]
@@ -124,3 +127,54 @@ def graphed(step, model, *optimizers, **options):
     settings = {"num_warmup_steps": 2, "max_graphs": 1, "clone_outputs": True, **options}
     device = torch.device("cpu")
     return GraphedStep(stand_in.step, model, optimizers, recorder=stand_in, device=device, **settings), stand_in
+
+
+class BlockStandIn:
+    """The same for graphs of blocks: what is replayed is the captured function itself, run again."""
+
+    def __init__(self, model):
+        self.model = model
+        self.num_released = 0
+
+    @contextlib.contextmanager
+    def apart(self):
+        yield
+
+    def prepare(self):
+        pass
+
+    def capture(self, step, failed):
+        try:
+            result = step()
+        except BaseException:
+            failed()
+            raise
+
+        def replay():
+            with self._python_undone():
+                found = step()
+            for old, new in zip(tree_leaves(result), tree_leaves(found)):
+                if _is_tensor(old):
+                    old.data.copy_(new)
+
+        return replay, result
+
+    @contextlib.contextmanager
+    def _python_undone(self):
+        runtimes = model_runtimes(self.model)
+        kept = [(r, r.schedule.state(), r.reducer.small, r._starts_pass, r._kept_bytes) for r in runtimes]
+        leases = [(w, w.next_lease, w.kept_lease) for r in runtimes for w in r.live_weights()]
+        for runtime in runtimes:
+            runtime.reducer.small = {}
+        for weight, *_ in leases:
+            weight.next_lease = weight.kept_lease = None
+        with torch.enable_grad():
+            yield
+        for runtime, schedule, small, starts_pass, kept_bytes in kept:
+            runtime.schedule.restore(schedule)
+            runtime.reducer.small, runtime._starts_pass, runtime._kept_bytes = small, starts_pass, kept_bytes
+        for weight, weight.next_lease, weight.kept_lease in leases:
+            pass
+
+    def release(self):
+        self.num_released += 1

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from gtp_dtensor import GraphError, GTPConfig, GTPStyle, clip_grad_norm_, graph_step, stats
+from gtp_dtensor import GraphError, GTPConfig, GTPStyle, clip_grad_norm_, graph_blocks, graph_step, stats
 import tests.test_experts
 from tests.harness import ranks
 from tests.models import VOCAB, TinyLlama
@@ -88,16 +88,19 @@ class Run(NamedTuple):
     num_replays: int
 
 
-def run(model, optimizer, batch, num_steps, is_graphed, between=lambda number: None):
+def run(model, optimizer, batch, num_steps, is_graphed, between=lambda number: None, blocks=()):
+    """``blocks``: patterns of modules that are graphed, in place of the step."""
     step = training_step(model, optimizer)
+    blocks = graph_blocks(model, blocks) if blocks else None
     graphed = graph_step(step, model, optimizer) if is_graphed else None
     values = []
     for number in range(num_steps):
         values.append(torch.stack([v.float() for v in (graphed or step)(batch(number))]))
         between(number)
-    result = Run(torch.stack(values), full_parameters(model), stats(model), graphed.num_replays if graphed else 0)
-    if graphed:
-        graphed.release()
+    graphs = graphed or blocks
+    result = Run(torch.stack(values), full_parameters(model), stats(model), graphs.num_replays if graphs else 0)
+    if graphs:
+        graphs.release()
     return result
 
 
@@ -282,14 +285,14 @@ def _route_on_device(module, x):
     return (module.shared(flat) + torch.zeros_like(flat).index_add(0, tokens, outputs.to(flat.dtype))).view_as(x)
 
 
-def _moe(device, world_size, gtp, egtp, reads_host=False):
+def _moe(device, world_size, gtp, egtp, reads_host=False, ep=1):
     torch.manual_seed(0)
     model = MoEModel(2, dim=64, hidden=64, num_experts=4).to(device)
     forward = experts_by_splits if reads_host else run_grouped_gemm
     for layer in () if reads_host else model.layers:
         layer.moe.forward = functools.partial(_route_on_device, layer.moe)
     config = GTPConfig(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, transport="symmetric")
-    meshes = grids(world_size, gtp, egtp, device_type=torch.device(device).type)
+    meshes = grids(world_size, gtp, egtp, ep, device_type=torch.device(device).type)
     with mock.patch.object(tests.test_experts, "grouped_experts", forward):
         shard_with_experts(model, *meshes, config=config)
     return model
@@ -323,6 +326,56 @@ def test_experts_that_ask_the_host_are_refused_by_name(rank, world_size, device)
     with pytest.raises(GraphError, match=r"host waits for the device in .*layers\.0\.moe.* \(\S*moe.py:\d+\)"):
         step(x)
     assert all(torch.isfinite(value) for value in step.eager(x))
+
+
+# ---- blocks
+
+
+def assert_same_by_blocks(eager, graphed, num_replays):
+    assert graphed.num_replays == num_replays
+    assert torch.isfinite(eager.values).all() and torch.equal(eager.values, graphed.values), (eager.values, graphed.values)
+    assert all(torch.equal(graphed.weights[name], weight) for name, weight in eager.weights.items())
+    assert graphed.stats.num_reductions == eager.stats.num_reductions and graphed.stats.num_pending == 0
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "transport, wire, num_microbatches, recompute",
+    [("symmetric", "bf16", 3, True), ("symmetric", "fp8_rowwise", 1, False), ("collective", "bf16", 1, False)],
+)
+def test_blocks_bit_for_bit(mesh, rank, world_size, device, transport, wire, num_microbatches, recompute):
+    """Leases are poisoned within the graphs, too."""
+    num_steps = 50 if transport == "symmetric" else 6
+    config = GTPConfig(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, transport=transport, wire_format=wire)
+
+    def batch(number):
+        return tokens_of(number, rank, world_size, device, num_microbatches)
+
+    runs = []
+    with same_kernels(), poisoned_memory():
+        for blocks in ((), ("layers.*",)):
+            model = llama(mesh, device, config, recompute)
+            runs.append(run(model, adam(model), batch, num_steps, False, blocks=blocks))
+    assert_same_by_blocks(*runs, 2 * 2 * (num_steps * num_microbatches - 2))
+
+
+@on_gpu
+def test_blocks_around_expert_parallelism(rank, world_size, device):
+    """Tokens travel to their experts in eager code; what is before and beside them is graphed."""
+
+    def batch(number):
+        whole = torch.randn(8, 1, 16, 64, generator=torch.Generator().manual_seed(number))
+        return local_slice(whole, rank, world_size).transpose(0, 1).contiguous().to(device)
+
+    runs = []
+    with same_kernels():
+        for blocks in ((), ("layers.*.mix", "layers.*.moe.shared")):
+            model = _moe(device, world_size, 4, 2, reads_host=True, ep=2)
+            runs.append(run(model, adam(model), batch, 8, False, blocks=blocks))
+    assert_same_by_blocks(*runs, 2 * 4 * 6)
+
+
+# ---- steps of several kinds
 
 
 @on_gpu
