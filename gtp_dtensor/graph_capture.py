@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -99,14 +100,19 @@ class CudaRecorder:
         return graph.replay, result
 
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        """torch leaves allocator and random numbers capturing where the end of a capture raises."""
+        """Where the end of a capture raises, torch leaves its allocators and random numbers capturing."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
         with contextlib.suppress(RuntimeError):  # it ended well
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        # The allocator of pinned memory, which nobody can tell, goes on asking the graph: it must live on.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
         self._pool = torch.cuda.graph_pool_handle()
-        generator = torch.cuda.default_generators[self._device.index]
-        generator.graphsafe_set_state(generator.clone_state())
+        # A capture that ends well ends that of random numbers.
+        mended = torch.cuda.CUDAGraph()
+        mended.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, device=self._device)
+        mended.capture_end()
 
     def release(self) -> None:
         """See :meth:`Recorder.release`."""
