@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from .layout import TPLayout
+from .layout import TPLayout, new_dtensor
 
 
 def cast_inputs(x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, casts: bool) -> tuple:
@@ -72,8 +73,34 @@ def linear_on_tp(x: DTensor, tp: TPLayout, compute: Callable[[torch.Tensor, bool
 
 def linear_weight_grad(grad_rows: torch.Tensor, x_rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """grad_rows^T x_rows, (out, in). On a GPU it leaves the GEMM's float32 accumulator in ``dtype`` where that is
-    float32 (no rounding to 16 bits and no kernel that converts); elsewhere it has the dtype of its factors."""
-    if dtype is torch.float32 and x_rows.is_cuda and type(x_rows) is type(grad_rows) is torch.Tensor:
+    float32 (no rounding to 16 bits and no kernel that converts); elsewhere it has the dtype of its factors. Factors on a
+    mesh give a product on it."""
+    if type(x_rows) is type(grad_rows) is torch.Tensor:
+        return _local_weight_grad(grad_rows, x_rows, dtype)
+    placement = None
+    if type(x_rows) is type(grad_rows) is DTensor:
+        given, read = grad_rows._spec, x_rows._spec
+        if given.mesh == read.mesh and given.mesh.ndim == 1:
+            placement = _WEIGHT_GRAD_PLACEMENTS.get((given.placements[0], read.placements[0]))
+    if placement is None:
+        return torch.mm(grad_rows.t(), x_rows)  # by DTensor's rule, which moves what has to move
+    local = _local_weight_grad(grad_rows._local_tensor, x_rows._local_tensor, dtype)
+    shape = torch.Size((grad_rows.shape[1], x_rows.shape[1]))
+    meta = TensorMeta(shape, (shape[1], 1), local.dtype)
+    return new_dtensor(local, DTensorSpec(given.mesh, (placement,), tensor_meta=meta))
+
+
+# Of grad_rows^T x_rows on a mesh of one axis, where each rank's factors are all that its part needs.
+_WEIGHT_GRAD_PLACEMENTS = {
+    (Shard(1), Replicate()): Shard(0),
+    (Replicate(), Shard(1)): Shard(1),
+    (Shard(0), Shard(0)): Partial(),
+    (Replicate(), Replicate()): Replicate(),
+}
+
+
+def _local_weight_grad(grad_rows: torch.Tensor, x_rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype is torch.float32 and x_rows.is_cuda:
         if x_rows.dtype is grad_rows.dtype and x_rows.dtype in (torch.bfloat16, torch.float16):
             return torch.mm(grad_rows.t(), x_rows, out_dtype=dtype)
     return torch.mm(grad_rows.t(), x_rows)

@@ -404,6 +404,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    options = {**vars(args), "out": None, "trace": None}
     device = start(args)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("gtp",))
     rows = []
@@ -425,7 +426,7 @@ def main() -> None:
             args.out.mkdir(parents=True, exist_ok=True)
             report = {
                 "title": title,
-                "options": {**vars(args), "out": None, "trace": None},
+                "options": options,
                 "rows": [asdict(row) for row in rows],
             }
             (args.out / "bench.json").write_text(json.dumps(report, indent=1))

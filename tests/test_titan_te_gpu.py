@@ -71,7 +71,8 @@ class Unsharded:
     """All weights on each rank: in float32, which TE's linears quantize or cast by themselves; the others are cast, as GTP
     does it. Wgrads are accumulated in float32, as TE does it for Megatron."""
 
-    def __init__(self, recipe, values):
+    def __init__(self, recipe, values, copies=1):
+        self.copies = copies  # how many ranks add the same gradient
         _, self.model = llama()
         self.region = use_te_linears(self.model, job_config(BACKEND, f"--gtp.te_recipe={recipe}"), is_sharded=False)
         self.region.amax_group = dist.group.WORLD
@@ -102,7 +103,7 @@ class Unsharded:
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat)
         for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
-            grad.copy_(part.view_as(grad))
+            grad.copy_(part.view_as(grad) / self.copies)  # not the loss: delayed scaling begins with a scale of 1
 
 
 def batch(step, replica):
@@ -113,8 +114,8 @@ def batch(step, replica):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def losses(model, finish, dims, num_steps, copies=1, lr=LR):
-    """The mean loss over all ranks in each step. ``copies``: how many ranks add the same gradient."""
+def losses(model, finish, dims, num_steps, lr=LR):
+    """The mean loss over all ranks in each step."""
     num_replicas = dims.get_mesh("batch").size()
     replica = dims.get_mesh("batch").get_local_rank()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-6)
@@ -123,7 +124,7 @@ def losses(model, finish, dims, num_steps, copies=1, lr=LR):
         tokens, labels = batch(step, replica)
         logits = model(tokens).float()
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (num_replicas * ROWS * COLUMNS)
-        (loss / copies).backward()
+        loss.backward()
         finish()
         optimizer.step()
         optimizer.zero_grad()
@@ -162,7 +163,7 @@ def test_losses_are_those_of_an_unsharded_model(rank, recipe):
     assert counters.num_quantizations == (0 if recipe == "bf16" else 14 * (50 + 1))
     unsharded = [Unsharded(recipe, values) for _ in range(2)]
     expected, faster = (losses(one, one.finish, dims, 50, lr=lr) for one, lr in zip(unsharded, (LR, 2 * LR)))
-    check(found, expected, faster, recipe, 5e-3)
+    check(found, expected, faster, recipe, 5e-4 if recipe == "bf16" else 2e-3)
     if recipe == "bf16":
         plain, first, *_ = run_sharded(50, *degrees(gtp=4))
         assert all(torch.equal(first[name], value) for name, value in values.items())
@@ -186,8 +187,8 @@ def test_tensor_parallelism_of_torchtitan(rank, recipe):
     reset()
     options = [BACKEND, f"--gtp.te_recipe={recipe}", *degrees(tp=2, gtp=2)]
     found, values, dims, _ = run_sharded(20, *options)
-    unsharded = [Unsharded(recipe, values) for _ in range(2)]
-    expected, faster = (losses(one, one.finish, dims, 20, copies=2, lr=lr) for one, lr in zip(unsharded, (LR, 2 * LR)))
+    unsharded = [Unsharded(recipe, values, copies=2) for _ in range(2)]
+    expected, faster = (losses(one, one.finish, dims, 20, lr=lr) for one, lr in zip(unsharded, (LR, 2 * LR)))
     check(found, expected, faster, recipe, 2e-3)
     if recipe == "bf16":
         plain, *_ = run_sharded(20, *degrees(tp=2, gtp=2))
