@@ -244,7 +244,7 @@ class _Block:
         # Of autograd's graph of each replay, also where no input needs a gradient.
         self._anchor = torch.zeros((), device=self._inputs[0].device if self._inputs else None, requires_grad=True)
         args, kwargs = tree_unflatten(static, tree)
-        self._forward_replays = RuntimesReplay(self.owner.runtimes)
+        self._forward_replays = RuntimesReplay(self.owner.runtimes, is_part=True)
 
         def captured() -> list[torch.Tensor]:
             with self.owner.runtimes.capturing(self._forward_replays, self.weights):
@@ -267,7 +267,7 @@ class _Block:
             if member.param.requires_grad
         }
         before = {member: member.param.grad for member in self._grads}
-        self._backward_replays = RuntimesReplay(self.owner.runtimes)
+        self._backward_replays = RuntimesReplay(self.owner.runtimes, is_part=True)
         smalls: dict = {}
 
         def captured() -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
@@ -372,7 +372,7 @@ class GraphedBlocks:
         self._num_warmup_passes = max(num_warmup_passes, _LEAST_WARMUP_PASSES)
         self._num_passes = 0
         self._reads = HostReads(model)
-        self.runtimes = Runtimes(model)
+        self.runtimes = Runtimes(model, "graph_blocks")
         if not self.runtimes.all:
             raise ValueError("graph_blocks: the model is not under GTP; torch.cuda.make_graphed_callables serves others")
         self.num_replays = self.num_eager = 0

@@ -49,12 +49,17 @@ class Tally:
     While this is entered, the step is captured; the counters are afterwards what they were before. Replays are entered into
     the counters when somebody reads them: a replay costs one addition.
 
+    Args:
+        left_out: what replays do not count.
+
     Attributes:
         num_replays: not entered yet.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, left_out: tuple[str, ...] = ()) -> None:
         self._runtime = runtime
+        # Leases are freed as often as they are made.
+        self._left_out = (*left_out, "peak_lease_bytes", "live_lease_bytes")
         self._peak = 0
         self._deltas: list[tuple[ShardedWeight | Runtime, dict[str, int]]] = []
         self.num_replays = 0
@@ -71,7 +76,7 @@ class Tally:
         for owner, before in self._before:
             after = _values(owner.counters)
             delta = {name: after[name] - before[name] for name in after if after[name] != before[name]}
-            for name in ("peak_lease_bytes", "live_lease_bytes"):  # leases are freed as often as they are made
+            for name in self._left_out:
                 delta.pop(name, None)
             for name, value in before.items():
                 if name != "live_lease_bytes":

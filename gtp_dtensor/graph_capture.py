@@ -103,7 +103,7 @@ class CudaRecorder:
         """Where the end of a capture raises, torch leaves its allocators and random numbers capturing."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
-        with contextlib.suppress(RuntimeError):  # it ended well
+        with contextlib.suppress(RuntimeError, AttributeError):  # it ended well, or torch knows another way
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         # The allocator of pinned memory, which nobody can tell, goes on asking the graph: it must live on.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
@@ -120,6 +120,7 @@ class CudaRecorder:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # torch knows no graph that uses the one before
 
 
 @dataclass
@@ -138,10 +139,18 @@ class Captured:
 
 
 class Runtimes:
-    """All runtimes of a model, at the borders of a graph."""
+    """All runtimes of a model, at the borders of a graph.
 
-    def __init__(self, model: nn.Module) -> None:
+    Raises:
+        ValueError: their settings stop the host; names ``caller``.
+    """
+
+    def __init__(self, model: nn.Module, caller: str = "graph_step") -> None:
         self.all: list[Runtime] = model_runtimes(model)
+        if any(runtime.config.check_param_states for runtime in self.all):
+            raise ValueError(
+                f"{caller}: GTPConfig(check_param_states=True) stops the host at each use, which a graph cannot: set it to False"
+            )
         self.transports: list[CollectiveTransport] = list(
             dict.fromkeys(t for runtime in self.all for t in runtime.domain.transports)
         )
@@ -221,11 +230,15 @@ class Runtimes:
 
 
 class RuntimesReplay:
-    """What the runtimes of a model do before and after each replay of one graph."""
+    """What the runtimes of a model do before and after each replay of one graph.
 
-    def __init__(self, runtimes: Runtimes) -> None:
+    Args:
+        is_part: of a part of a step, captured out of its turn: what the schedule said to that is not counted.
+    """
+
+    def __init__(self, runtimes: Runtimes, is_part: bool = False) -> None:
         self._runtimes = runtimes
-        self.tallies = [Tally(runtime) for runtime in runtimes.all]
+        self.tallies = [Tally(runtime, ("num_mispredictions",) if is_part else ()) for runtime in runtimes.all]
         weights = [weight for runtime in runtimes.all for weight in runtime.live_weights()]
         self._kept: list[ShardedWeight] = []  # whose compute shards the graph reads as they are
         self._before = [(weight, weight.num_writes, weight.generation) for weight in weights]

@@ -142,12 +142,6 @@ class GraphedStep:
         self._max_graphs = max_graphs
         self._clone_outputs = clone_outputs
         self._runtimes = Runtimes(model)
-        for runtime in self._runtimes.all:
-            if runtime.config.check_param_states:
-                raise ValueError(
-                    "graph_step: GTPConfig(check_param_states=True) stops the host at each use, which a graph cannot: set it to "
-                    "False"
-                )
         self._reads = HostReads(model)
         self._num_warmed: dict[tuple, int] = {}
         self._dropped: dict[tuple, set[str]] = {}  # whose gradients steps begin by dropping

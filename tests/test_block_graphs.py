@@ -89,8 +89,7 @@ def test_counters_of_a_step(mesh, rank, world_size):
         counted.append({name: getattr(after, name) - getattr(before, name) for name in vars(after)})
     for name in ("num_forward_gathers", "num_reductions", "num_small_reductions", "reduce_bytes", "num_refreshes"):
         assert counted[0][name] == counted[1][name] > 0 or name == "num_refreshes", (name, counted)
-    # Without graphs the first weight of a backward is that of the forward's end.
-    assert counted[1]["num_prefetch_hits"] > 0
+    assert counted[1]["num_prefetch_hits"] > 0 and counted[1]["num_mispredictions"] == 0
 
 
 @ranks(2)
@@ -201,6 +200,8 @@ def test_what_cannot_be_captured(mesh, rank, world_size):
         graph_blocks(model)
     with pytest.raises(ValueError, match="'blocks.*' matches no module"):
         blocks_of(model, ["blocks.*"])
+    with pytest.raises(ValueError, match="graph_blocks: .*check_param_states=True"):
+        blocks_of(build(mesh, GTPConfig(check_param_states=True)))
     with pytest.raises(ValueError, match="not under GTP"):
         blocks_of(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)])}))
     step, _ = training(model)
