@@ -7,7 +7,7 @@ import pytest
 
 from tests.titan_runs import SMALL, metrics, probes
 
-GRAPH = ["--experimental.custom_import=tests.titan_graph_probe", "--gtp.cuda_graph=step"]
+PROBE = "--experimental.custom_import=tests.titan_graph_probe"
 
 
 @pytest.mark.slow
@@ -25,18 +25,21 @@ def test_replayed_steps_are_torchtitans(titan_jobs, tmp_path):
         "--training.steps=5",
         "--checkpoint.interval=3",
     ]
-    eager, graphed = tmp_path / "eager", tmp_path / "graphed"
+    eager, step, block = (tmp_path / name for name in ("eager", "step", "block"))
     titan_jobs.run(eager, 2, *options, "--experimental.custom_import=tests.titan_probe")
-    assets = f"--model.hf_assets_path={eager}/checkpoint/tokenizer"
-    titan_jobs.run(graphed, 2, *options, assets, *GRAPH)
-    for one, other in zip(metrics(eager), metrics(graphed), strict=True):
+    options.append(f"--model.hf_assets_path={eager}/checkpoint/tokenizer")
+    titan_jobs.run(step, 2, *options, PROBE, "--gtp.cuda_graph=step")
+    titan_jobs.run(block, 2, *options, PROBE, "--gtp.cuda_graph=block")
+    for one, other, by_blocks in zip(metrics(eager), metrics(step), metrics(block), strict=True):
         for key in ("loss", "grad_norm", "lr"):
+            assert one[key] == by_blocks[key]
             # A rate in a tensor is rounded to float32.
             assert abs(one[key] - other[key]) <= 1e-6 * abs(one[key]), (key, one, other)
-    assert metrics(graphed)[-1]["loss"] < metrics(graphed)[0]["loss"]
-    for one, other in zip(probes(eager), probes(graphed), strict=True):
+    assert metrics(step)[-1]["loss"] < metrics(step)[0]["loss"]
+    for one, other, by_blocks in zip(probes(eager), probes(step), probes(block), strict=True):
         assert one["stats"] == other["stats"] and one["stats"]["num_reductions"] > 0
-        assert other["num_replays"] == 3
+        assert by_blocks["stats"]["num_reductions"] == one["stats"]["num_reductions"]
+        assert other["num_replays"] == 3 and by_blocks["num_replays"] > 0
 
 
 def job(**changes):
@@ -60,7 +63,7 @@ def job(**changes):
 @pytest.mark.parametrize(
     "changes, error, match",
     [
-        ({"gtp__cuda_graph": "all"}, ValueError, r"cuda_graph = 'all': choose one of off, step"),
+        ({"gtp__cuda_graph": "all"}, ValueError, r"cuda_graph = 'all': choose one of off, step, block"),
         ({"optimizer__implementation": "foreach"}, ValueError, "optimizer.implementation = 'fused'"),
         ({"optimizer__name": "SGD"}, ValueError, "optimizer.name to one of Adam, AdamW"),
         ({"gtp__skip_nonfinite_steps": True}, ValueError, "skip_nonfinite_steps"),
@@ -68,6 +71,7 @@ def job(**changes):
         ({"activation_checkpoint__mode": "full"}, ValueError, "preserve_rng_state = false"),
         ({"parallelism__expert_parallel_degree": 2}, NotImplementedError, "expert_parallel_degree > 1, whose dispatch"),
         ({"parallelism__pipeline_parallel_degree": 2}, NotImplementedError, "pipeline_parallel_degree > 1"),
+        ({"gtp__cuda_graph": "block", "gtp__cuda_graph_modules": []}, ValueError, "no cuda_graph_modules"),
         ({"gtp__linear_backend": "transformer_engine"}, NotImplementedError, "linear_backend"),
     ],
 )
@@ -77,6 +81,8 @@ def test_jobs_that_are_refused(changes, error, match):
 
     with mock.patch.object(graphs, "device_type", "cuda"):
         graphs.check_cuda_graph(job(), gtp_enabled=True)
+        blocks = job(gtp__cuda_graph="block", optimizer__name="SGD", parallelism__expert_parallel_degree=2)
+        graphs.check_cuda_graph(blocks, gtp_enabled=True)
         with pytest.raises(error, match=match):
             graphs.check_cuda_graph(job(**changes), gtp_enabled=True)
         with pytest.raises(ValueError, match="needs GTP on"):

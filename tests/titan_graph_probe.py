@@ -4,14 +4,18 @@ step graphs on a CPU, by a stand-in."""
 from __future__ import annotations
 
 import titan_integration.graphs
-import titan_integration.trainer
+from gtp_dtensor.block_graphs import GraphedBlocks
 from tests import titan_probe  # noqa: F401
-from tests.graph_stand_in import graphed
+from tests.graph_stand_in import BlockStandIn, graphed
 
 
 def _graph_step(step, model, optimizers):
     return graphed(step, model, *optimizers)[0]
 
 
-titan_integration.graphs.graph_step = _graph_step
+def _graph_blocks(model, modules):
+    return GraphedBlocks(model, modules, recorder=BlockStandIn(model), num_warmup_passes=2)
+
+
+titan_integration.graphs.graph_step, titan_integration.graphs.graph_blocks = _graph_step, _graph_blocks
 titan_integration.graphs.device_type = "cuda"

@@ -1,4 +1,4 @@
-"""`[gtp] cuda_graph`: torchtitan's training step as one CUDA graph."""
+"""`[gtp] cuda_graph`: torchtitan's training step as one CUDA graph, or its blocks as two each."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from contextlib import contextmanager
 import torch
 from torchtitan.tools.utils import device_type
 
-from gtp_dtensor import graph_step
+from gtp_dtensor import GraphedBlocks, graph_blocks, graph_step
 from titan_integration.gradients import clip_exactly
 
-CUDA_GRAPHS = ("off", "step")
+CUDA_GRAPHS = ("off", "step", "block")
 _OPTIMIZERS = ("Adam", "AdamW")
 
 
 def check_cuda_graph(job_config, *, gtp_enabled: bool) -> None:
-    """Refuses jobs whose step cannot be one CUDA graph.
+    """Refuses jobs whose steps, or blocks, cannot be CUDA graphs.
 
     Raises:
         ValueError: names the key.
         NotImplementedError: a combination that nobody has tried, or that does not work; names the key.
     """
-    choice = job_config.gtp.cuda_graph
+    section = job_config.gtp
+    choice = section.cuda_graph
     if choice not in CUDA_GRAPHS:
         raise ValueError(f"[gtp] cuda_graph = {choice!r}: choose one of {', '.join(CUDA_GRAPHS)}")
     if choice == "off":
@@ -32,7 +33,28 @@ def check_cuda_graph(job_config, *, gtp_enabled: bool) -> None:
         raise ValueError(f"{key} needs CUDA devices, and these are {device_type}; set it to 'off'")
     if not gtp_enabled:
         raise ValueError(f"{key} needs GTP on: set tensor_parallel_num_weight_shards, or cuda_graph to 'off'")
-    optimizer, checkpointing = job_config.optimizer, job_config.activation_checkpoint
+    if choice == "step":
+        _check_step(job_config, key)
+    elif not section.cuda_graph_modules:
+        raise ValueError(f"{key} and no cuda_graph_modules: name modules by FQN patterns, such as 'layers.*'")
+    if section.check_param_states:
+        raise ValueError(f"{key} and check_param_states = true, which stops the host at each use: set one of them off")
+    checkpointing, parallelism = job_config.activation_checkpoint, job_config.parallelism
+    if checkpointing.mode != "none" and checkpointing.preserve_rng_state:
+        raise ValueError(f"{key}: random states cannot be read in a graph; set activation_checkpoint.preserve_rng_state = false")
+    refused = (
+        (parallelism.pipeline_parallel_degree > 1, "parallelism.pipeline_parallel_degree > 1"),
+        (parallelism.context_parallel_degree > 1, "parallelism.context_parallel_degree > 1"),
+        (job_config.compile.enable and "model" in job_config.compile.components, "compile of the model"),
+        (section.linear_backend != "torch", "linear_backend = 'transformer_engine'"),
+    )
+    for is_set, what in refused:
+        if is_set:
+            raise NotImplementedError(f"{key} is not supported together with {what} yet: set it to 'off'")
+
+
+def _check_step(job_config, key: str) -> None:
+    optimizer = job_config.optimizer
     if optimizer.name not in _OPTIMIZERS or optimizer.implementation != "fused":
         raise ValueError(
             f"{key} needs an optimizer that a graph can hold: set optimizer.name to one of {', '.join(_OPTIMIZERS)} and "
@@ -40,21 +62,11 @@ def check_cuda_graph(job_config, *, gtp_enabled: bool) -> None:
         )
     if job_config.gtp.skip_nonfinite_steps:
         raise ValueError(f"{key} and skip_nonfinite_steps = true, which reads each norm on the host: set one of them off")
-    if job_config.gtp.check_param_states:
-        raise ValueError(f"{key} and check_param_states = true, which stops the host at each use: set one of them off")
-    if checkpointing.mode != "none" and checkpointing.preserve_rng_state:
-        raise ValueError(f"{key}: random states cannot be read in a graph; set activation_checkpoint.preserve_rng_state = false")
-    parallelism = job_config.parallelism
-    refused = (
-        (parallelism.pipeline_parallel_degree > 1, "parallelism.pipeline_parallel_degree > 1"),
-        (parallelism.expert_parallel_degree > 1, "parallelism.expert_parallel_degree > 1, whose dispatch asks the host"),
-        (parallelism.context_parallel_degree > 1, "parallelism.context_parallel_degree > 1"),
-        (job_config.compile.enable and "model" in job_config.compile.components, "compile of the model"),
-        (job_config.gtp.linear_backend != "torch", "linear_backend = 'transformer_engine'"),
-    )
-    for is_set, what in refused:
-        if is_set:
-            raise NotImplementedError(f"{key} is not supported together with {what} yet: set it to 'off'")
+    if job_config.parallelism.expert_parallel_degree > 1:
+        raise NotImplementedError(
+            f"{key} with parallelism.expert_parallel_degree > 1, whose dispatch asks the host: set it to 'block', with "
+            "cuda_graph_modules that leave experts out"
+        )
 
 
 class _Divisor:
@@ -152,3 +164,9 @@ class StepGraph:
     def release(self) -> None:
         """Frees the graph, as has to be done before process groups are destroyed."""
         self._graphed.release()
+
+
+def graphed_blocks(trainer) -> GraphedBlocks:
+    """The modules that `[gtp] cuda_graph_modules` names, as graphs."""
+    (model,) = trainer.model_parts
+    return graph_blocks(model, trainer.job_config.gtp.cuda_graph_modules)

@@ -106,7 +106,14 @@ class Gtp:
     """
     "step": each training step, from the first forward to the optimizer, is one CUDA graph, captured after two steps; for
     small batches, where the host is the limit. Needs a fused Adam or AdamW, and activation_checkpoint.preserve_rng_state =
-    false. "off": none.
+    false. "block": each module of cuda_graph_modules is two, one for its forward and one for its backward; what is between
+    stays eager, dispatch to experts for one. "off": none.
+    """
+
+    cuda_graph_modules: list[str] = field(default_factory=lambda: ["layers.*"])
+    """
+    FQN patterns of what is graphed with cuda_graph = "block". In models with experts on several ranks, name what is before and
+    beside them: ["layers.*.attention", "layers.*.moe.shared_experts"].
     """
 
     skip_nonfinite_steps: bool = False

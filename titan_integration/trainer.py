@@ -16,7 +16,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module, device_type
 
-from gtp_dtensor import finalize_grads, schedule_table, set_requires_gradient_sync
+from gtp_dtensor import GraphedBlocks, finalize_grads, schedule_table, set_requires_gradient_sync
 from titan_integration import cpu
 from titan_integration.checkpoint import GTPCheckpointManager, check_checkpoint
 from titan_integration.context_parallel import check_context_parallel
@@ -26,7 +26,7 @@ from titan_integration.experts import check_experts, drop_token_counts
 from titan_integration.families import families
 from titan_integration.float8 import converters_by_us
 from titan_integration.gradients import clip_exactly, correct_scale, write_whole_gradients
-from titan_integration.graphs import StepGraph, check_cuda_graph
+from titan_integration.graphs import StepGraph, check_cuda_graph, graphed_blocks
 from titan_integration.settings import check_gtp_job, describe, describe_gathers, gtp_config
 from titan_integration.transformer_engine import check_linear_backend
 
@@ -61,6 +61,7 @@ class GTPTrainer(titan_train.Trainer):
         self._skips_step = False
         self._num_skipped_steps = 0
         self._graph: StepGraph | None = None
+        self._blocks: GraphedBlocks | None = None
         with self._checkpoints_by_us(), converters_by_us():
             super().__init__(job_config)
         if job_config.gtp.skip_nonfinite_steps:
@@ -68,6 +69,8 @@ class GTPTrainer(titan_train.Trainer):
             self._make_skippable(self.lr_schedulers)
         if job_config.gtp.cuda_graph == "step":
             self._graph = StepGraph(self)
+        elif job_config.gtp.cuda_graph == "block":
+            self._blocks = graphed_blocks(self)
         set_timeouts(timedelta(seconds=job_config.comm.init_timeout_seconds))
         config = gtp_config(job_config) if self.parallel_dims.gtp_enabled else None
         if dist.get_rank() == 0:
@@ -230,9 +233,10 @@ class GTPTrainer(titan_train.Trainer):
         self._ended_well = True
 
     def close(self) -> None:
-        """Closes writers, frees the step graph. After a training that ended well, waits for all ranks: Gloo aborts if one leaves early."""
+        """Closes writers, frees graphs. After a training that ended well, waits for all ranks: Gloo aborts if one leaves early."""
         super().close()
-        if self._graph is not None:
-            self._graph.release()
+        for graphs in (self._graph, self._blocks):
+            if graphs is not None:
+                graphs.release()
         if self._ended_well and dist.is_initialized():
             dist.barrier(device_ids=[device_module.current_device()] if device_type != "cpu" else None)
