@@ -116,6 +116,12 @@ class Gtp:
     beside them: ["layers.*.attention", "layers.*.moe.shared_experts"].
     """
 
+    high_priority_stream_groups: list[str] = field(default_factory=list)
+    """
+    Axes of torchtitan's, such as ["tp", "ep"], whose NCCL communicators run on streams of high priority, which graphs keep.
+    Gathers and reductions of GTP do always. Where GTP is off, or there is no CUDA device, it changes nothing.
+    """
+
     skip_nonfinite_steps: bool = False
     """
     Skip the update of a step whose global gradient norm is not finite: parameters, optimizer state (step counters
