@@ -226,6 +226,8 @@ class _Block:
                 "others in modules="
             )
         ours = {id(member.param) for member in (*self.weights, *self._smalls)}
+        if {m for m in self.weights if m.param.requires_grad} != self._grads.keys():
+            raise GraphError(f"{self.fqn}: weights were frozen or thawed since the last pass: make its graphs anew")
         for name, param in self.module.named_parameters():
             fqn = f"{self.fqn}.{clean_fqn(name)}"
             if param.requires_grad and id(param) not in ours:
@@ -261,11 +263,6 @@ class _Block:
 
     def capture_backward(self, recorder: Recorder) -> None:
         """Within a capture of all blocks, after all forwards, the last block first."""
-        self._grads = {
-            member: new_dtensor(torch.zeros_like(member.param._local_tensor), member.param._spec)
-            for member in self.weights
-            if member.param.requires_grad
-        }
         before = {member: member.param.grad for member in self._grads}
         self._backward_replays = RuntimesReplay(self.owner.runtimes, is_part=True)
         smalls: dict = {}
@@ -328,6 +325,15 @@ class _Block:
             small.runtime.reducer.add_small(small, (param, kept, owes))
         self.awaited = lambda: None
         return [None if grad is None else grad.detach() for grad in self._input_grads]
+
+    def make_gradients(self) -> None:
+        """Before the last warm-up: so its reductions add to gradients, as those of the graph do, and no kernel is new then."""
+        self._grads = {
+            member: new_dtensor(torch.zeros_like(member.param._local_tensor), member.param._spec)
+            for member in self.weights
+            if member.param.requires_grad
+        }
+        self._bring_gradients()
 
     def _bring_gradients(self) -> None:
         """Make ``.grad`` of sharded weights the memory that the graph adds to."""
@@ -414,6 +420,8 @@ class GraphedBlocks:
             self._num_passes += 1
             for block in self._blocks:
                 block.num_calls = 0
+                if self._num_passes == self._num_warmup_passes:
+                    block.make_gradients()
             return
         try:
             self._reads.refuse()

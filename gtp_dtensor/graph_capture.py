@@ -191,6 +191,10 @@ class Runtimes:
                 runtime.free_unused_leases()
             for transport in self.transports:
                 transport.end_capture()
+            for runtime in self.all:
+                for lease in [ref() for ref in runtime.captured.leases]:
+                    if lease is not None:  # autograd's graph has it, and may die in eager code
+                        lease.settle()
         replay.note_captured()
         for runtime in self.all:
             runtime.captured = None

@@ -158,6 +158,10 @@ class Lease:
         self._buffer = None
         self.weight.runtime.counters.live_lease_bytes -= self.num_bytes
 
+    def settle(self) -> None:
+        """It was gathered in a capture that has joined all streams: its end is no stream's business any more."""
+        self._transfer.discard()
+
     def discard(self) -> None:
         """It was part of a capture that failed: end it without a word to any stream."""
         if self.state is not _ENDED:

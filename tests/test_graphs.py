@@ -23,10 +23,16 @@ from gtp_dtensor import (
     stats,
 )
 from gtp_dtensor.graph_checks import HostReads, check_optimizers
+from gtp_dtensor.members import model_members
+from gtp_dtensor.weight import ShardedWeight
+from gtp_dtensor.wire import Amax
 from tests.graph_stand_in import graphed
 from tests.harness import ranks
 from tests.models import MLP, VOCAB, TinyLlama
+from tests.moe import MoEModel
 from tests.reference import full_parameters, local_slice, replica_options
+from tests.test_experts import grids
+from tests.test_experts import shard as shard_with_experts
 
 
 def build(mesh, config=None, **options):
@@ -96,6 +102,35 @@ def test_replays_are_steps(mesh, rank, world_size, num_microbatches):
     assert stats(model) == stats(eager) and stats(model).num_prefetch_hits > 0
     assert str(schedule_table(model)) == str(schedule_table(eager))
     assert schedule_table(model)
+
+
+@ranks(2)
+@pytest.mark.parametrize("gtp, egtp", [(1, 2), (2, 1)])
+def test_experts_beside_other_axes(rank, world_size, gtp, egtp):
+    """Where only experts are sharded, or only the others: all runtimes of the model are in the graph."""
+    results = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        model = shard_with_experts(MoEModel(2), *grids(world_size, gtp, egtp))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x, model=model, optimizer=optimizer):
+            loss = model(x).square().mean()
+            loss.backward()
+            norm = clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss, norm
+
+        if is_graphed:
+            step, _ = graphed(step, model, optimizer)
+        values = []
+        for n in range(5):
+            x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(n))
+            values += [t.item() for t in step(local_slice(x, rank, world_size))]
+        results.append((values, stats(model)))
+    assert step.num_replays == 3 and results[0] == results[1]
+    assert results[0][1].num_replica_reductions > 0 and results[0][1].num_sharded_weights > 0
 
 
 @ranks(2)
@@ -386,3 +421,34 @@ def test_checkpointed_blocks_and_replicas(rank, world_size):
         results.append((trained(step, rank, world_size, 5), stats(model)))
     assert step.num_replays == 3 and results[1][1].num_recompute_gathers + results[1][1].num_replica_reductions > 0
     assert results[0] == results[1]
+
+
+@ranks(2)
+@pytest.mark.parametrize("wire", ["fp8", "fp8_rowwise", "mxfp8"])
+def test_what_a_graph_reads_stays_where_it_is(mesh, wire):
+    """Compute shards, largest values and scales, from one quantization to the next, of all weights or of some."""
+    torch.manual_seed(0)
+    model = MLP((64, 64, 64, 64), bias=False)
+    parallelize_module(model, mesh, GTPStyle(GTPConfig(wire_format=wire, param_dtype=torch.bfloat16)))
+    weights = [member for member in model_members(model) if isinstance(member, ShardedWeight)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def addresses():
+        return [
+            [t.data_ptr() for t in (*w.quantized.amax.values(), *(p for parts in w.quantized.parts.values() for p in parts))]
+            for w in weights
+        ]
+
+    def step():
+        model(torch.ones(2, 64)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    before, values = addresses(), [w.quantized.amax[Amax.MATRIX].clone() for w in weights]
+    step()
+    weights[0].param.requires_grad_(False)
+    step()
+    assert addresses() == before and all(len(one) > 1 for one in before)
+    assert all((w.quantized.amax[Amax.MATRIX] != value).any() for w, value in zip(weights, values))
+    assert stats(model).num_quantizations > 2 * len(weights)

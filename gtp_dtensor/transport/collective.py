@@ -95,7 +95,7 @@ class Transfer:
             self.release()
 
     def discard(self) -> None:
-        """It was part of a capture that failed, so it never ran: nobody may wait for it."""
+        """It was part of a capture that is over, or failed: nobody may wait for it."""
         self._is_done, self._home, self._work, self.tensors = True, None, _NOTHING, ()
 
     def _hand_back(self) -> None:
