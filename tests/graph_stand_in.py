@@ -58,6 +58,8 @@ class StandIn:
     def capture(self, step, failed):
         self._is_capturing = True
         saved = [(tensor, tensor.clone()) for tensor in self._tensors()]
+        weights = [weight for runtime in model_runtimes(self.model) for weight in runtime.live_weights()]
+        rewritten = [weight for weight in weights if weight.compute_shard is None]
         try:
             outputs = step()
         except BaseException:
@@ -72,6 +74,12 @@ class StandIn:
 
         def replay():
             with self._python_undone():
+                for weight in weights:  # a graph does what it did, whatever Python knows by now
+                    if weight in rewritten:
+                        weight.distrust_copy()
+                    else:
+                        weight._remember_versions()
+                        weight.compute_shard = weight.compute_shard if weight._copy is None else weight._copy
                 found = self._step(*args, **kwargs)
                 for output, new in zip(tree_leaves(outputs), tree_leaves(found)):
                     if _is_tensor(output):
@@ -93,7 +101,6 @@ class StandIn:
         runtimes = model_runtimes(self.model)
         kept = []
         for runtime in runtimes:
-            runtime.distrust_copies()  # a graph that rewrites them does so whatever Python knows
             kept.append((runtime.schedule, runtime.schedule.state(), runtime.counters, runtime.counters.peak_lease_bytes))
         counters = [
             (c, {name: getattr(c, name) for name in type(c).__slots__})

@@ -154,6 +154,23 @@ def test_counters_after_a_reset(mesh, rank, world_size):
 
 
 @ranks(2)
+def test_forwards_between_replays_read_what_they_wrote(mesh, rank, world_size):
+    """Nobody but a replay's own news tells eager code that compute shards are out of date."""
+    outputs = []
+    for is_graphed in (False, True):
+        model = build(mesh, GTPConfig(param_dtype=torch.bfloat16))
+        step, optimizer = training(model)
+        if is_graphed:
+            step, _ = graphed(step, model, optimizer)
+        outputs.append([])
+        for n in range(6):
+            step(tokens_of(n, rank, world_size))
+            outputs[-1].append(model(tokens_of(n, rank, world_size)[0]).detach())
+    assert step.num_replays == 4 and all(torch.equal(*pair) for pair in zip(*outputs))
+    assert not torch.equal(*outputs[0][-2:])
+
+
+@ranks(2)
 def test_a_backward_across_a_replay_is_refused(mesh, rank, world_size):
     """A replay writes the weights, as an optimizer does."""
     model = build(mesh)
