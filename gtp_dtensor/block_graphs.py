@@ -9,7 +9,8 @@
     Gradients of sharded weights go into memory that stays: what a graph adds to is ``.grad`` itself, zeroed where it was
     None. Gradients of parameters that stay whole come out of the graph, and are reduced with those of the whole model when
     its backward ends. Activations stay in the graphs' memory from a forward to its backward: a forward that comes before
-    that runs without a graph.
+    that, of the block or of one before it, runs without a graph. (All graphs share memory. What one uses for a while may be
+    where activations of those captured later are; those of its own and of earlier ones are nobody else's.)
 """
 
 from __future__ import annotations
@@ -154,6 +155,7 @@ class _Block:
         output_trains: which of them gradients flow back from.
         awaited: the newest replayed forward, while its backward may come.
         num_calls: in this pass.
+        place: among the calls of all blocks in it.
     """
 
     def __init__(self, owner: GraphedBlocks, fqn: str, module: nn.Module) -> None:
@@ -162,7 +164,7 @@ class _Block:
         self.outputs: list[torch.Tensor] = []
         self.output_trains: list[bool] = []
         self.awaited: Callable[[], _Pass | None] = lambda: None
-        self.num_calls = 0
+        self.num_calls = self.place = 0
         self.sample: tuple[list, Any, list[bool]] | None = None  # of a warm-up: leaves, their tree, which need gradients
         self.is_captured = False
         self._kind: tuple | None = None
@@ -200,7 +202,9 @@ class _Block:
     def _warm_up(self, leaves: list, tree: Any) -> Any:
         trains = [leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.sample = [_empty(leaf) for leaf in leaves], tree, trains
-        self.num_calls += 0 if in_backward() else 1
+        if not in_backward():
+            self.num_calls += 1
+            self.place = self.owner.next_place()
         args, kwargs = tree_unflatten(leaves, tree)
         with self.owner.watching():
             return self._forward(*args, **kwargs)
@@ -211,6 +215,8 @@ class _Block:
             return "it was captured with inputs of other shapes, dtypes, constants or needs of gradients"
         if self.awaited() is not None:
             return "it is called again before its backward, whose activations its graph holds"
+        if self.owner.later_block_waits(self):
+            return "a block after it waits for its backward, whose activations are in memory that this graph writes to"
         if any(r.reducer.has_replicas and not r.syncs_gradients for r in self._runtimes):
             return "gradients are kept back from the replicas (set_requires_gradient_sync)"
         replaced = self._held.replaced()
@@ -376,7 +382,7 @@ class GraphedBlocks:
         self._model = model
         self._recorder = recorder
         self._num_warmup_passes = max(num_warmup_passes, _LEAST_WARMUP_PASSES)
-        self._num_passes = 0
+        self._num_passes = self._num_called = 0
         self._reads = HostReads(model)
         self.runtimes = Runtimes(model, "graph_blocks")
         if not self.runtimes.all:
@@ -399,6 +405,17 @@ class GraphedBlocks:
         self._blocks, self.is_captured = [], False
         self._recorder.release()
 
+    def next_place(self) -> int:
+        """A block is called in a warm-up."""
+        self._num_called += 1
+        return self._num_called
+
+    def later_block_waits(self, block: _Block) -> bool:
+        """Whether a forward of a block that was captured after ``block`` was replayed, and its backward may come: what
+        ``block`` needs for a while may lie where activations of such are."""
+        later = self._blocks[self._blocks.index(block) + 1 :]
+        return any(other.awaited() is not None for other in later)
+
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Around a block's forward in a warm-up."""
@@ -418,6 +435,7 @@ class GraphedBlocks:
             return
         if self._num_passes < self._num_warmup_passes or self.runtimes.takes_times:
             self._num_passes += 1
+            self._num_called = 0
             for block in self._blocks:
                 block.num_calls = 0
                 if self._num_passes == self._num_warmup_passes:
@@ -443,7 +461,7 @@ class GraphedBlocks:
             runtime.refresh_copies()
         self.runtimes.settle()
         self._schedules = self.runtimes.schedules()
-        blocks = self._in_order()
+        blocks = self._blocks = sorted(self._blocks, key=lambda block: block.place)  # in the order of their use
         self._recorder.prepare()
         with self._recorder.apart():
             for block in blocks:
@@ -454,10 +472,6 @@ class GraphedBlocks:
             runtime.schedule.restore(schedule)
         self.is_captured = True
         logger.info("GTP: forwards and backwards of %d modules are CUDA graphs now", len(blocks))
-
-    def _in_order(self) -> list[_Block]:
-        """Blocks in the order of the model's modules, which is that of their use."""
-        return self._blocks
 
 
 def _empty(leaf: Any) -> Any:

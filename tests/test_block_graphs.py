@@ -144,6 +144,38 @@ def test_calls_that_cannot_be_replays(mesh, rank, world_size):
     assert_equal_to_reference(results[1][1], results[0][1], "weight")
 
 
+class _Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x):
+        return [layer(x) for layer in self.layers]
+
+
+@ranks(2)
+def test_branches_whose_backwards_come_apart(mesh, rank, world_size):
+    """A graph may write where a later block's activations wait."""
+    results = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        model = _Branches()
+        parallelize_module(model, mesh, GTPStyle(GTPConfig(), min_numel=30))
+        if is_graphed:
+            blocks = blocks_of(model)
+        for n in range(4):
+            x = torch.randn(2, 16, generator=torch.Generator().manual_seed(2 * n + rank))
+            first = model(x)
+            first[0].sum().backward()
+            if n == 3:
+                again = model(x + 1)  # the second branch of the first forward waits
+                again[0].square().sum().backward()
+            first[1].square().sum().backward()
+        results.append(full_gradients(model))
+    assert blocks.num_eager == 2 and blocks.num_replays == 2 * 2 * 2
+    assert_equal_to_reference(results[1], results[0], "gradient")
+
+
 @ranks(2)
 def test_gradients_that_are_kept_back(rank, world_size):
     """Microbatches that do not synchronise run without graphs where there are replicas."""
