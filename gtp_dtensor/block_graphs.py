@@ -27,6 +27,7 @@ import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .functional import Edge, engine_edges
 from .graph_capture import CudaRecorder, Recorder, Runtimes, RuntimesReplay
 from .graph_checks import GraphError, Held, HostReads, Places
 from .layout import new_dtensor
@@ -143,6 +144,11 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads: torch.Tensor | None):
+        if engine_edges(ctx)[0] is Edge.UNUSED:
+            raise RuntimeError(
+                f"{ctx.block.fqn}: gradients of some tensors only were asked for (torch.autograd.grad, inputs=), and the graph "
+                "of this block computes all: call backward(), or release() the graphs"
+            )
         return None, None, *ctx.block.replay_backward(ctx.made, grads)
 
 

@@ -220,6 +220,12 @@ def test_what_a_backward_refuses(mesh, rank, world_size):
     with pytest.raises(RuntimeError, match="retain_graph is not served by graphed blocks"):
         loss.backward()
     model.zero_grad()
+    loss = model(tokens).square().mean()
+    with pytest.raises(RuntimeError, match=r"layers\.2: gradients of some tensors only"):
+        torch.autograd.grad(loss, model.norm.weight, retain_graph=True)
+        torch.autograd.grad(loss, model.tok_embeddings.weight)
+    del loss
+    model.zero_grad()
     model(tokens).square().mean().backward()
     copied = copy.deepcopy(model)
     assert type(copied.layers[0].forward).__name__ == "method" and copied.layers[0].forward.__self__ is copied.layers[0]
