@@ -12,12 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from gtp_dtensor import GraphError, GTPConfig, GTPStyle, graph_blocks, set_requires_gradient_sync, stats
 from gtp_dtensor.block_graphs import GraphedBlocks
-from tests.graph_stand_in import BlockStandIn
+from tests.graph_stand_in import BlockStandIn, graphed
 from tests.harness import ranks
 from tests.models import TinyLlama
 from tests.moe import MoEModel
 from tests.reference import assert_equal_to_reference, full_gradients, full_parameters, local_slice, replica_options
 from tests.test_graphs import tokens_of, training
+from tests.test_parity import _llama_tp_plan
 
 NUM_LAYERS = 3
 
@@ -261,3 +262,40 @@ def test_what_cannot_be_captured(mesh, rank, world_size):
     norm.remove()
     assert stats(model).live_lease_bytes == 0 and stats(model).num_pending == 0
     assert len(trained(model, step, rank, world_size, 2)) == 2
+
+
+@ranks(4, timeout=120)
+@pytest.mark.slow
+def test_beside_tensor_parallelism(rank, world_size):
+    """Steps and blocks, with sequence parallelism."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
+    results = []
+    for how in ("eager", "step", "block"):
+        torch.manual_seed(0)
+        model = TinyLlama()
+        parallelize_module(model, mesh["tp"], _llama_tp_plan(2))
+        parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(tokens, model=model, optimizer=optimizer):
+            loss = model(tokens).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        graphs = None
+        if how == "step":
+            step, _ = graphed(step, model, optimizer)
+            graphs = step
+        elif how == "block":
+            graphs = blocks_of(model)
+        losses = []
+        for n in range(5):
+            generator = torch.Generator().manual_seed(10 * n + mesh["gtp"].get_local_rank())
+            losses.append(step(torch.randint(24, (2, 6), generator=generator)).item())
+        results.append((losses, full_parameters(model)))
+        if graphs is not None:
+            assert graphs.num_replays == (3 if how == "step" else 2 * 2 * 3)
+            assert results[-1][0] == results[0][0]
+            assert_equal_to_reference(results[-1][1], results[0][1], "weight")
