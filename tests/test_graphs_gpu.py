@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 from typing import NamedTuple
 from unittest import mock
@@ -111,7 +112,9 @@ def assert_same(eager, graphed, num_steps):
     assert not differing, (differing, eager.values, graphed.values)
     for name, weight in eager.weights.items():
         assert torch.equal(graphed.weights[name], weight), name
-    assert graphed.stats == eager.stats and eager.stats.num_prefetch_hits > 0
+    # Peers' memory is that of all models that are alive.
+    one, other = (dataclasses.replace(run.stats, symmetric_bytes=0) for run in (eager, graphed))
+    assert one == other and one.num_prefetch_hits > 0
 
 
 # ---- one rank: what torch does
