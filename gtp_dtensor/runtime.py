@@ -496,27 +496,3 @@ class Runtime:
         live = self.counters.live_lease_bytes
         self.counters = RuntimeCounters(live_lease_bytes=live, peak_lease_bytes=live)
         self._mispredictions_pruned = 0
-
-    # ---- optimizers
-
-    def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether ``optimizer`` has parameters of ours."""
-        mine = {id(member.param) for member in (*self.live_weights(), *self.live_smalls())}
-        return any(id(param) in mine for group in optimizer.param_groups for param in group["params"])
-
-    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` has stepped."""
-        by_id = {id(weight.param): weight for weight in self.live_weights()}
-        stepped = [by_id[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in by_id]
-        if not stepped:
-            return
-        for weight in stepped:
-            if weight.param.grad is not None:
-                weight.count_write()
-        # All but frozen ones: an optimizer may have been given fewer parameters on a rank whose shards are empty.
-        for weight in self.live_weights():
-            if weight.param.requires_grad or weight.param.grad is not None:
-                weight.mark_changed()
-        self.has_optimizer = True
-        if self.schedule.mark_step():
-            self.look_ahead.after_step()
