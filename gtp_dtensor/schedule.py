@@ -74,6 +74,15 @@ def block_distance(
     return 1
 
 
+def role_of_fqn(fqn: str) -> str:
+    """What a weight is in its block: its name without the block's number ("layers.*.moe.experts.w1")."""
+    segments = fqn.split(".")
+    place = next((place for place, segment in enumerate(segments) if segment.isdigit()), None)
+    if place is not None:
+        segments[place] = "*"
+    return ".".join(segments)
+
+
 class Schedule:
     """History and predictor of one runtime.
 

@@ -35,7 +35,7 @@ from .counters import WeightCounters
 from .layout import WeightLayout
 from .modes import is_plain, own_ops
 from .quantized import QuantizedShard
-from .schedule import IN_BACKWARD, Kind
+from .schedule import IN_BACKWARD, Kind, role_of_fqn
 from .transport import Transfer
 from .wire import Parts, View, WireFormat
 
@@ -208,7 +208,7 @@ class ShardedWeight:
         self.runtime = runtime
         self.index = index
         self.fqn = fqn
-        self.role = role_of(fqn)
+        self.role = role_of_fqn(fqn)
         self.param = param
         self.spec: DTensorSpec = param._spec
         self.layout = layout
@@ -497,12 +497,3 @@ class ShardedWeight:
         if self.runtime.captured is not None:
             self.runtime.captured.leases.append(weakref.ref(lease))
         return lease
-
-
-def role_of(fqn: str) -> str:
-    """What a weight is in its block: its name without the block's number ("layers.*.moe.experts.w1")."""
-    segments = fqn.split(".")
-    place = next((place for place, segment in enumerate(segments) if segment.isdigit()), None)
-    if place is not None:
-        segments[place] = "*"
-    return ".".join(segments)
