@@ -16,7 +16,7 @@ from gtp_dtensor.graph_capture import Runtimes, RuntimesReplay
 from gtp_dtensor.transport.symmetric import SymmetricTransport
 from tests.harness import ranks
 from tests.models import MLP
-from tests.reference import mean_square
+from tests.reference import assert_equal_to_reference, full_parameters, mean_square
 from tests.thread_fabric import ThreadFabric
 
 
@@ -86,8 +86,8 @@ class LoggingFabric(ThreadFabric):
         super().sum(lane, job) if self.nodes is None else self._node(lane, "sum")
 
 
-def captured(rank, world_size, config):
-    """(nodes of one training step on this rank, the fabric)."""
+def _model(world_size, config):
+    """(a model, its transport)."""
     made = []
 
     def choose(requested, mesh, device, name):
@@ -99,6 +99,24 @@ def captured(rank, world_size, config):
         model = MLP((16, 24, 24, 24, 16), bias=False)
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("gtp",))
         parallelize_module(model, mesh, GTPStyle(config, min_numel=30))
+    (transport,) = made
+    return model, transport
+
+
+def _places(transport):
+    """A function from addresses of words to (rank, number)."""
+    ptrs = transport._control.ptrs
+
+    def place_of(address):
+        owner = max(ptr for ptr in ptrs if ptr <= address)
+        return ptrs.index(owner), address - owner
+
+    return place_of
+
+
+def captured(world_size, config):
+    """(nodes of one training step on this rank, the fabric)."""
+    model, transport = _model(world_size, config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step():
@@ -111,16 +129,9 @@ def captured(rank, world_size, config):
     for _ in range(2):
         step()
         runtimes.settle()
-    (transport,) = made
     transport.before_replay()  # the caller comes after all lanes
     torch.distributed.barrier()
-    ptrs = transport._control.ptrs
-
-    def place_of(address):
-        owner = max((ptr for ptr in ptrs if ptr <= address), default=None)
-        return ptrs.index(owner), address - owner
-
-    transport.fabric.start(place_of)
+    transport.fabric.start(_places(transport))
     with runtimes.capturing(RuntimesReplay(runtimes)):
         step()
     nodes, transport.fabric.nodes = transport.fabric.nodes, None
@@ -174,7 +185,7 @@ def test_every_order_that_the_edges_allow_runs_through(rank, world_size, missing
     config = GTPConfig(param_dtype=torch.bfloat16, graph_wgrad_ring_size=2)
     # Gradients travel in pieces: else a slot's last use was received before its next one, whatever is edged here.
     with mock.patch.multiple(gtp_dtensor.transport.symmetric, _MOST_SLOT_BYTES=256, _ALIGNMENT=64):
-        nodes, fabric = captured(rank, world_size, config)
+        nodes, fabric = captured(world_size, config)
     assert fabric.foreign == 0  # no event of eager code was waited for
     lanes = {node.lane for node in nodes}
     num_pieces = sum(node.kind == "sum" for node in nodes)
@@ -191,7 +202,7 @@ def test_every_order_that_the_edges_allow_runs_through(rank, world_size, missing
 
 @ranks(2)
 def test_all_lanes_begin_with_the_capture_and_join_it(rank, world_size):
-    nodes, fabric = captured(rank, world_size, GTPConfig())
+    nodes, fabric = captured(world_size, GTPConfig())
     assert nodes[0].lane == 0 and all(node.before for node in nodes[1:])  # nothing begins by itself
     last = max(n for n, node in enumerate(nodes) if node.lane == 0)
     reached, todo = set(), [last, *fabric.awaited(0)]  # what the capturing stream would do next comes after all
@@ -214,3 +225,55 @@ def drop_edges(nodes, missing):
         node.before = {n for n in node.before if nodes[n].lane != other} | {max(
             (n for n in range(place) if nodes[n].lane == node.lane), default=0
         )}
+
+
+@ranks(2)
+@pytest.mark.parametrize("place", [1, 4, 6])
+def test_a_capture_that_fails_leaves_no_trace(rank, world_size, place):
+    """In the forward, in the backward, between microbatches: with gathers and reductions under way, of which nothing ran."""
+    weights = []
+    for fails in (False, True):
+        model, transport = _model(world_size, GTPConfig(param_dtype=torch.bfloat16, look_ahead=2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        runtimes = Runtimes(model)
+        for number in range(5):
+            if number == 3 and fails:
+                runtimes.settle()
+                schedules = runtimes.schedules()
+                transport.fabric.start(_places(transport))
+                with pytest.raises(RuntimeError, match="not when capturing"):
+                    with runtimes.capturing(RuntimesReplay(runtimes)):
+                        _fail_at(place, model)
+                nodes, transport.fabric.nodes = transport.fabric.nodes, None
+                assert any(node.kind == "copy" for node in nodes) and not transport.fabric.foreign
+                runtimes.abandon(schedules)
+                model.zero_grad()
+                assert stats(model).live_lease_bytes == 0 and stats(model).num_pending == 0
+            for microbatch in range(2):
+                x = torch.randn(2, 16, generator=torch.Generator().manual_seed(10 * number + 2 * microbatch + rank))
+                mean_square(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(full_parameters(model))
+    assert_equal_to_reference(*weights, "weight")
+
+
+def _fail_at(place, model):
+    """Two microbatches, of which the layer in which so many calls, forwards and backwards together, were made before
+    raises."""
+    num_calls = 0
+
+    def call(*_):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > place:
+            raise RuntimeError("not when capturing")
+
+    hooks = [layer.register_forward_hook(call) for layer in model.layers]
+    hooks += [layer.register_full_backward_hook(call) for layer in model.layers]
+    try:
+        for _ in range(2):
+            mean_square(model(torch.ones(2, 16))).backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
