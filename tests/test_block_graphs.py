@@ -17,7 +17,7 @@ from tests.harness import ranks
 from tests.models import TinyLlama
 from tests.moe import MoEModel
 from tests.reference import assert_equal_to_reference, full_gradients, full_parameters, local_slice, replica_options
-from tests.test_graphs import tokens_of, training
+from tests.test_graphs import slow, tokens_of, training
 from tests.test_parity import _llama_tp_plan
 
 NUM_LAYERS = 3
@@ -49,7 +49,11 @@ def trained(model, step, rank, world_size, num_steps, num_microbatches=1, first=
 @ranks(2)
 @pytest.mark.parametrize(
     "modules, num_microbatches, recompute",
-    [(["layers.*"], 2, False), (["layers.*"], 1, True), (["layers.*.attention", "layers.0.feed_forward"], 1, False)],
+    [
+        (["layers.*"], 2, False),
+        slow(["layers.*"], 1, True),
+        slow(["layers.*.attention", "layers.0.feed_forward"], 1, False),
+    ],
 )
 def test_blocks_train_as_without(mesh, rank, world_size, modules, num_microbatches, recompute):
     """Losses, norms, gradients and weights, bit for bit."""

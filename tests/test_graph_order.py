@@ -1,7 +1,10 @@
 """What the symmetric transport puts into a CUDA graph: only edges order it there, not the host. Streams are logged, and then
 run in any order that the edges allow."""
 
+import contextlib
+import gc
 import random
+import sys
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -12,10 +15,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import gtp_dtensor.domain
 from gtp_dtensor import GTPConfig, GTPStyle, stats
+from gtp_dtensor.block_graphs import GraphedBlocks
 from gtp_dtensor.graph_capture import Runtimes, RuntimesReplay
 from gtp_dtensor.transport.symmetric import SymmetricTransport
 from tests.harness import ranks
-from tests.models import MLP
+from tests.models import MLP, WithEinsum
 from tests.reference import assert_equal_to_reference, full_parameters, mean_square
 from tests.thread_fabric import ThreadFabric
 
@@ -37,9 +41,14 @@ class LoggingFabric(ThreadFabric):
     nodes = None
     place_of = None  # address -> (rank, number)
 
+    def __init__(self):
+        super().__init__()
+        self._of_captures = set()
+        self.foreign = 0
+
     def start(self, place_of):
         self.nodes, self.place_of = [], place_of
-        self._last, self._waits, self._events, self.foreign = {}, {}, {}, 0
+        self._last, self._waits, self._events = {}, {}, {}
 
     def awaited(self, lane):
         """What the lane waits for next."""
@@ -54,12 +63,15 @@ class LoggingFabric(ThreadFabric):
 
     def record(self, event, lane):
         if self.nodes is None:
+            self._of_captures.discard(id(event))
             return super().record(event, lane)
+        self._of_captures.add(id(event))
         self._node(lane, "record")
         self._events[id(event)] = self._last[lane]
 
     def wait(self, lane, event):
         if self.nodes is None:
+            assert id(event) not in self._of_captures, "eager code waits for an event of a capture"
             return super().wait(lane, event)
         if id(event) not in self._events:  # of eager code: a capture would fail
             self.foreign += 1
@@ -86,7 +98,11 @@ class LoggingFabric(ThreadFabric):
         super().sum(lane, job) if self.nodes is None else self._node(lane, "sum")
 
 
-def _model(world_size, config):
+def _mlp():
+    return MLP((16, 24, 24, 24, 16), bias=False)
+
+
+def _model(world_size, config, build=_mlp, **options):
     """(a model, its transport)."""
     made = []
 
@@ -96,9 +112,9 @@ def _model(world_size, config):
 
     with mock.patch.object(gtp_dtensor.domain, "choose_transport", choose):
         torch.manual_seed(0)
-        model = MLP((16, 24, 24, 24, 16), bias=False)
+        model = build()
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("gtp",))
-        parallelize_module(model, mesh, GTPStyle(config, min_numel=30))
+        parallelize_module(model, mesh, GTPStyle(config, **{"min_numel": 30, **options}))
     (transport,) = made
     return model, transport
 
@@ -228,7 +244,7 @@ def drop_edges(nodes, missing):
 
 
 @ranks(2)
-@pytest.mark.parametrize("place", [1, 4, 6])
+@pytest.mark.parametrize("place", [pytest.param(1, marks=pytest.mark.slow), 4, 6])
 def test_a_capture_that_fails_leaves_no_trace(rank, world_size, place):
     """In the forward, in the backward, between microbatches: with gathers and reductions under way, of which nothing ran."""
     weights = []
@@ -277,3 +293,60 @@ def _fail_at(place, model):
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class _LoggingRecorder:
+    """Captures into a fabric's log; replays do nothing."""
+
+    def __init__(self, fabric, place_of):
+        self.graphs = []
+        self._fabric, self._place_of = fabric, place_of
+
+    def apart(self):
+        return contextlib.nullcontext()
+
+    def prepare(self):
+        pass
+
+    def capture(self, step, failed):
+        self._fabric.start(self._place_of)
+        result = step()
+        self.graphs.append(self._fabric.nodes)
+        self._fabric.nodes = None
+        return lambda: None, result
+
+    def release(self):
+        pass
+
+
+@ranks(2)
+def test_graphs_of_blocks_wait_for_nothing_outside(rank, world_size):
+    """Each of them is a capture of its own: events of others, and of eager code, mean nothing in it; nor do its own after it,
+    also where autograd keeps gathered weights."""
+    model, transport = _model(world_size, GTPConfig(look_ahead=2), lambda: WithEinsum(dim=24))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        mean_square(model(torch.ones(2, 6, 24))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    recorder = _LoggingRecorder(transport.fabric, lambda address: _places(transport)(address))
+    blocks = GraphedBlocks(model, ["first", "mixer"], recorder=recorder, num_warmup_passes=2)
+    for _ in range(4):
+        step()
+    assert blocks.is_captured and len(recorder.graphs) == 4 and transport.fabric.foreign == 0
+    for nodes in recorder.graphs:
+        assert nodes[0].lane == 0 and all(node.before for node in nodes[1:])
+    assert [sum(node.kind == "copy" for node in nodes) > 0 for nodes in recorder.graphs] == [True] * 4
+    assert stats(model).num_pending == 0
+    errors = []
+    # What autograd kept dies while another stream is the current one than that of the captures.
+    with mock.patch.object(transport.fabric, "current", lambda: transport.fabric.summing):
+        with mock.patch.object(sys, "unraisablehook", errors.append):
+            blocks.release()
+            del blocks
+            gc.collect()
+    assert not errors
+    step()
+    assert stats(model).live_lease_bytes == 0

@@ -35,6 +35,10 @@ from tests.test_experts import grids
 from tests.test_experts import shard as shard_with_experts
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def build(mesh, config=None, **options):
     torch.manual_seed(0)
     model = TinyLlama()
@@ -78,7 +82,7 @@ def trained(step, rank, world_size, num_steps, num_microbatches=1):
 
 
 @ranks(2)
-@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("num_microbatches", [slow(1), 3])
 def test_replays_are_steps(mesh, rank, world_size, num_microbatches):
     """Losses, norms, weights, counters and schedule are those of steps that run as they are; so is what follows."""
     config = GTPConfig(param_dtype=torch.bfloat16)
@@ -441,7 +445,7 @@ def test_checkpointed_blocks_and_replicas(rank, world_size):
 
 
 @ranks(2)
-@pytest.mark.parametrize("wire", ["fp8", "fp8_rowwise", "mxfp8"])
+@pytest.mark.parametrize("wire", ["fp8", slow("fp8_rowwise"), slow("mxfp8")])
 def test_what_a_graph_reads_stays_where_it_is(mesh, wire):
     """Compute shards, largest values and scales, from one quantization to the next, of all weights or of some."""
     torch.manual_seed(0)
