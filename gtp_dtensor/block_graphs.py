@@ -37,6 +37,7 @@ from .plan import clean_fqn
 from .reduce import wants_gradient_returned
 from .small import SmallParam
 from .weight import ShardedWeight
+from .wires import is_te
 
 logger = logging.getLogger(__name__)
 _LEAST_WARMUP_PASSES = 2  # the first one records the schedule, the second one runs it
@@ -240,6 +241,9 @@ class _Block:
         ours = {id(member.param) for member in (*self.weights, *self._smalls)}
         if {m for m in self.weights if m.param.requires_grad} != self._grads.keys():
             raise GraphError(f"{self.fqn}: weights were frozen or thawed since the last pass: make its graphs anew")
+        of_te = next((name for name, m in self.module.named_modules() if is_te(type(m))), None)
+        if of_te is not None:
+            raise GraphError(f"{self.fqn}.{clean_fqn(of_te)}: modules of TransformerEngine cannot be graphed in blocks yet")
         for name, param in self.module.named_parameters():
             fqn = f"{self.fqn}.{clean_fqn(name)}"
             if param.requires_grad and id(param) not in ours:
@@ -251,7 +255,7 @@ class _Block:
         """Within a capture of all blocks."""
         leaves, tree, trains = self.sample
         needs = iter(trains)
-        static = [_static(leaf, next(needs)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        static = [torch.zeros_like(leaf).requires_grad_(next(needs)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._inputs = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]
         self._kind = _kind(static, tree)
         self._held = Held(self.module, ())
@@ -483,10 +487,6 @@ class GraphedBlocks:
 def _empty(leaf: Any) -> Any:
     """What a static input is made of, without the values."""
     return torch.empty_like(leaf, requires_grad=False) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _static(leaf: torch.Tensor, trains: bool) -> torch.Tensor:
-    return torch.zeros_like(leaf).requires_grad_(trains)
 
 
 def _kind(leaves: list, tree: Any) -> tuple:
