@@ -187,7 +187,7 @@ class QuantizedShard:
         for key, value in amax.items():
             mine = known.get(key)
             if mine is None or mine.shape != value.shape or mine.device != value.device:
-                mine = value.clone()
+                mine = value  # as it lies there: some formats' GEMMs want entries aligned
             elif mine is not value:
                 pairs.append((mine, value))
             self.amax[key] = mine
