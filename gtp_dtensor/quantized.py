@@ -332,6 +332,10 @@ def refresh_quantized(weights: Sequence[ShardedWeight]) -> None:
     finite = torch.stack([torch.isfinite(own[Amax.MATRIX]).all() for own in slots.values()]).int()
     for group in dict.fromkeys(group for weight in slots for group in weight.quantized.slice_groups):
         dist.all_reduce(finite, dist.ReduceOp.MIN, group=group)
+    if finite.is_meta:  # no values
+        for weight in weights:
+            weight.quantized.quantize(weight)
+        return
     check = FiniteCheck(finite, [weight.fqn for weight in slots], weights[0].quantized.wire.name)
     if finite.is_cuda:  # without stopping the host: told before the next quantization
         earlier, weights[0].runtime.finite_check = weights[0].runtime.finite_check, check
