@@ -19,7 +19,7 @@ class Gpu:
     Attributes:
         name: for people.
         memory_gb: 10^9 bytes.
-        num_processors: streaming multiprocessors; a GEMM of few tiles leaves some idle.
+        num_processors: streaming multiprocessors. A GEMM of few tiles leaves some idle.
         bf16_tflops, fp8_tflops, fp32_tflops: 10^12 operations a second.
         memory_gb_s: 10^9 bytes a second, read and written.
     """
@@ -42,12 +42,14 @@ class Nvlink:
         bandwidth_gb_s: 10^9 bytes a second of one GPU, in one direction.
         latency_us: microseconds of a collective's start and of each doubling of its ranks.
         ranks_per_domain: how many ranks of a job are in one domain, consecutive ones; 0: all of its GPUs.
+        num_processors: streaming multiprocessors that a collective takes from GEMMs while it is in flight.
     """
 
     domain_size: int
     bandwidth_gb_s: float
     latency_us: float
     ranks_per_domain: int = 0
+    num_processors: int = 16
 
 
 @dataclass(frozen=True)

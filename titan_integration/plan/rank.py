@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,6 +105,19 @@ class Rank:
     optimizers: object
     num_flops_per_token: int
     num_parameters: int
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """Of this rank's model replica: shared by tp ranks and pipeline stages."""
+        size = self.job_config.training.local_batch_size
+        if self.schedule is not None:
+            size = self.job_config.parallelism.pipeline_parallel_microbatch_size
+        return size * self.job_config.training.seq_len
+
+    def sharded_weights(self) -> list[ShardedWeight]:
+        """Of all parts."""
+        members = dict.fromkeys(member for part in self.parts for member in model_members(part))
+        return [member for member in members if isinstance(member, ShardedWeight)]
 
     @property
     def is_fused(self) -> bool:
@@ -226,10 +240,8 @@ class RankStep:
             for state in optimizer.state.values():
                 tensors = [_local(value) for value in state.values() if isinstance(value, torch.Tensor)]
                 memory.move((tensor for tensor in tensors if tensor.is_meta), OPTIMIZER)
-        for part in self.rank.parts:
-            for member in model_members(part):
-                if isinstance(member, ShardedWeight):
-                    memory.move(_compute_shards(member), COMPUTE_SHARDS)
+        for weight in self.rank.sharded_weights():
+            memory.move(_compute_shards(weight), COMPUTE_SHARDS)
 
     def _note_kept_back(self, recorder: Recorder | None) -> None:
         """Sums of gradients that wait for the last microbatch."""
@@ -300,10 +312,19 @@ class RankStep:
                 self._note_kept_back(recorder)
         self._finish(recorder)
 
+    @property
+    def _hidden_shape(self) -> tuple[int, int, int]:
+        batch, tokens = self._shape
+        return batch, tokens // self.rank.dims.tp, self.rank.model_args.dim  # under tp a piece of the sequence
+
+    @property
+    def hidden_bytes(self) -> int:
+        """That a pipeline's stage gives to the next."""
+        return math.prod(self._hidden_shape) * gtp_config(self.rank.job_config).param_dtype.itemsize
+
     def _hidden(self) -> torch.Tensor:
         dtype = gtp_config(self.rank.job_config).param_dtype
-        shape = (*self._shape, self.rank.model_args.dim)
-        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        return torch.empty(self._hidden_shape, dtype=dtype, device="meta", requires_grad=True)
 
     def _optimizer_step(self, recorder: Recorder) -> None:
         if not self.rank.is_fused:
@@ -343,8 +364,10 @@ def pipeline_actions(schedule) -> dict[int, list[Action]]:
                     f"parallelism.pipeline_parallel_schedule = {type(schedule).__name__!r} splits backwards, which is not "
                     "planned yet; use '1F1B' or 'Interleaved1F1B'"
                 )
-            if kind is not None:  # others tell a runtime what to move, which is told by these
-                actions[rank].append(Action(kind, step.stage_index, step.microbatch_index))
+            if kind is not None:  # others tell a runtime what to move, which these tell already
+                # Counted, not read: torch's table of 1F1B numbers the last stage's microbatches from 1.
+                number = sum((one.kind, one.stage) == (kind, step.stage_index) for one in actions[rank])
+                actions[rank].append(Action(kind, step.stage_index, number))
     return actions
 
 

@@ -34,8 +34,10 @@ _COLLECTIVES = {
 _NO_KERNEL = ("_unsafe_view", "detach", "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 # Kinds of memory, as tables and charts name them.
 PARAMETERS, OPTIMIZER, COMPUTE_SHARDS, GATHERED = "parameters", "optimizer state", "compute shards", "gathered"
-GRADIENTS, IN_FLIGHT, ACTIVATIONS = "gradients", "in flight", "activations"
-KINDS = (PARAMETERS, OPTIMIZER, COMPUTE_SHARDS, GRADIENTS, IN_FLIGHT, GATHERED, ACTIVATIONS)
+GRADIENTS, IN_FLIGHT, ACTIVATIONS, WORKSPACE = "gradients", "in flight", "activations", "workspace"
+KINDS = (PARAMETERS, OPTIMIZER, COMPUTE_SHARDS, GRADIENTS, IN_FLIGHT, GATHERED, ACTIVATIONS, WORKSPACE)
+# Of cuBLAS and cuBLASLt, 32 MiB each from compute capability 9.0 on, which torch's allocator gives them for good.
+WORKSPACE_BYTES = 2 * 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +132,12 @@ class Memory:
         self.log.append((what, -num_bytes))
 
     def move(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """The memory of ``tensors`` is of ``kind``."""
+        """The memory of ``tensors`` is of ``kind``. Sums of gradients stay that while they travel."""
         for tensor in tensors:
             self.add(tensor, kind)
-            self._live[tensor.untyped_storage()._cdata][0][0] = kind
+            what, _ = self._live[tensor.untyped_storage()._cdata]
+            if (what[0], kind) != (GRADIENTS, IN_FLIGHT):
+                what[0] = kind
 
     def course(self) -> Iterator[Counter]:
         """Bytes by kind after each entry of the log: the same object, changed."""
@@ -143,14 +147,14 @@ class Memory:
             yield now
 
     def peak(self) -> dict[str, int]:
-        """Bytes by kind where they are most in all."""
+        """Bytes by kind where they are most in all, with the workspaces of libraries."""
         total = most = place = 0
         for position, (_, num_bytes) in enumerate(self.log):
             total += num_bytes
             if total > most:
                 most, place = total, position
         now = next(itertools.islice(self.course(), place, None), Counter())
-        return {kind: now[kind] for kind in KINDS}
+        return {kind: now[kind] for kind in KINDS} | {WORKSPACE: WORKSPACE_BYTES}
 
 
 class Recorder(Observer):

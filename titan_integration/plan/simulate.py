@@ -4,7 +4,8 @@
     The host issues events in order and takes its time for each. The computing stream executes kernels in that order, none
     before it was issued; a wait stops it until a collective is done. A collective starts when the computing stream has come
     to where it was issued, and its own stream is free. Collectives in flight share links, see [Note: the links]. What a wait
-    takes is exposed communication. A kernel takes as long as its operations or its bytes do, whichever is longer.
+    takes is exposed communication. A kernel takes as long as its operations or its bytes do, whichever is longer; a GEMM or
+    attention longer while collectives are in flight, which take processors from it.
 """
 
 from __future__ import annotations
@@ -111,6 +112,15 @@ class _Links:
     def _heads(self) -> list[_Transfer]:
         return [queue[0] for queue in self.queues.values() if queue]
 
+    def in_flight(self) -> tuple[int, float]:
+        """(collectives that are in flight now, when the next one starts or ends)."""
+        heads = self._heads()
+        active = [head for head in heads if head.ready <= self.now]
+        share = Counter(head.link for head in active if head.latency <= 0)
+        changes = [head.ready for head in heads if head.ready > self.now]
+        changes += [self.now + (head.latency if head.latency > 0 else head.left * share[head.link]) for head in active]
+        return len(active), min(changes, default=math.inf)
+
     def advance(self, until: float, wanted: _Transfer | None = None) -> None:
         """To the time ``until``, or until ``wanted`` is done."""
         while wanted is None or wanted.done < 0:
@@ -196,9 +206,22 @@ class _Player:
         timeline = self._timeline
         start = max(self._compute, self._host)
         timeline.host_bound_s += start - self._compute
-        self._compute = start + seconds
-        timeline.compute_s += seconds
+        self._compute = start + seconds if not kernel.flops else self._end_beside_collectives(start, seconds)
+        timeline.compute_s += self._compute - start
         timeline.spans.append(Span("compute", start, self._compute, kernel.name, kernel.unit if kernel.flops else "memory"))
+
+    def _end_beside_collectives(self, start: float, seconds: float) -> float:
+        """When a kernel ends that takes so many ``seconds`` with all processors."""
+        now, links = start, self._links
+        each = self._cluster.nvlink.num_processors / self._cluster.gpu.num_processors
+        while True:
+            links.advance(now)
+            num_active, change = links.in_flight()
+            rate = max(0.25, 1 - each * num_active)
+            if now + seconds / rate <= change:
+                return now + seconds / rate
+            seconds -= (change - now) * rate
+            now = change
 
     def _start(self, event: Start) -> None:
         key = event.what, event.ranks, event.num_bytes
