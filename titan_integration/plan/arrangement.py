@@ -225,7 +225,8 @@ def volumes(rank: Rank, events: Sequence[Event]) -> Counter:
             continue
         weight = weights[event.weight]
         what = event.kind.split()[0]
-        found[what, weight.wire_name] += event.num_bytes
+        if what in ("gather", "reduce"):
+            found[what, weight.wire_name] += event.num_bytes
         if what == "reduce":
             found["elements", weight.wire_name] += math.prod(weight.tp_local_shape)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gtp_dtensor.domain
@@ -29,6 +30,15 @@ def fake_world(world: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_layouts()
+
+
+def _forget_layouts() -> None:
+    """DTensor remembers what operators give, with the mesh; one of a later world may be equal and have other groups."""
+    for name in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
+        clear = getattr(debug, name, None)
+        if clear is not None:
+            clear()
 
 
 class _Recorded:
@@ -180,6 +190,10 @@ def meta_stands_for_gpu(recorder: Recorder | None = None) -> Iterator[None]:
         (F, "scaled_dot_product_attention", _attention),
         (torch, "histc", _balanced_counts(torch.histc)),
     )
+    if "gtp_dtensor.wire.mx_linear" in sys.modules or "gtp_dtensor.wire.grouped_linear" in sys.modules:
+        from .quantized_gemms import replaced_methods  # which imports torchao
+
+        replaced += replaced_methods(recorder)
     with ExitStack() as stack:
         for owner, name, new in replaced:
             stack.callback(setattr, owner, name, getattr(owner, name))

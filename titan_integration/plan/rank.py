@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
+from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools import utils as titan_utils
 
 from gtp_dtensor import finalize_grads, set_requires_gradient_sync
@@ -23,6 +24,7 @@ from gtp_dtensor.weight import ShardedWeight
 from titan_integration.dims import GTPParallelDims
 from titan_integration.experts import check_experts
 from titan_integration.families import Family, families
+from titan_integration.float8 import converters_by_us
 from titan_integration.gradients import clip_exactly
 from titan_integration.parallelize import parallelize
 from titan_integration.pipeline import pipeline
@@ -33,6 +35,7 @@ from titan_integration.train import with_job_config
 from .device import meta_stands_for_gpu
 from .record import COMPUTE_SHARDS, GRADIENTS, OPTIMIZER, PARAMETERS, Recorder
 
+_CONVERTERS = ("quantize.linear.mx", "quantize.grouped_mm.mx")
 _NUM_WARM_UP_STEPS = 2  # the schedule is learned in the first, the microbatch's turn in the second
 
 
@@ -50,9 +53,10 @@ def read_job(toml: str, options: Sequence[str] = ()):
     flavors = served[job_config.model.name].flavors
     if job_config.model.flavor not in flavors:
         raise ValueError(f"model.flavor = {job_config.model.flavor!r}: choose one of {', '.join(flavors)}")
+    unplanned = [name for name in job_config.model.converters if name not in _CONVERTERS]
     refused = [
         (parallelism.context_parallel_degree > 1, "parallelism.context_parallel_degree", "set it to 1"),
-        (bool(job_config.model.converters), "model.converters", "plan the bf16 job, with [gtp] wire_format"),
+        (bool(unplanned), f"model.converters = {unplanned}", f"plan with {' and '.join(_CONVERTERS)}, or in bf16"),
         (job_config.gtp.linear_backend != "torch", "[gtp] linear_backend", "set it to 'torch'"),
         (job_config.optimizer.name == "Muon", "optimizer.name = 'Muon'", "plan with 'AdamW'"),
     ]
@@ -169,6 +173,8 @@ def build_rank(job_config, world: int, num_layers: int | None = None) -> Rank:
         dims.build_mesh()
         with torch.device("meta"), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
             model = spec.model_cls(args)
+        with converters_by_us():
+            build_model_converters(job_config, dims).convert(model)
         num_parameters, num_flops = args.get_nparams_and_flops(model, job_config.training.seq_len)
         schedule = None
         if dims.pp_enabled:

@@ -195,9 +195,16 @@ class Recorder(Observer):
     def mark(self, name: str) -> None:
         self.events.append(Mark(name))
 
-    def kernel(self, name: str, tensors: Iterable[torch.Tensor], flops: int = 0, unit: str = "bf16") -> None:
+    def kernel(
+        self,
+        name: str,
+        tensors: Iterable[torch.Tensor],
+        flops: int = 0,
+        unit: str = "bf16",
+        shape: tuple[int, int, int, int] | None = None,
+    ) -> None:
         """One kernel that reads or writes all of ``tensors``, once each."""
-        self.events.append(Kernel(name, flops, sum(map(_num_bytes, tensors)), unit))
+        self.events.append(Kernel(name, flops, sum(map(_num_bytes, tensors)), unit, shape))
 
     def start(
         self, what: str, ranks: tuple[int, ...], num_bytes: int, stream: str, kind: str, weight: str = "", axis: str = ""
@@ -276,7 +283,8 @@ class Recorder(Observer):
         ranks = tuple(dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args)))
         if len(ranks) > 1:
             num_bytes = sum(_num_bytes(leaf) for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor))
-            self.wait(self.start(what, ranks, num_bytes, str(ranks), "small", self._fqn))
+            kind = "refresh" if self._fqn else "small"
+            self.wait(self.start(what, ranks, num_bytes, str(ranks), kind, self._fqn))
         return func(*args, **kwargs)
 
 
