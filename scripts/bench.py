@@ -381,7 +381,11 @@ def main() -> None:
             args.out.mkdir(parents=True, exist_ok=True)
             report = {
                 "title": title,
-                "options": {**vars(args), "out": None, "trace": None},
+                "options": {
+                    **vars(args),
+                    "num_ranks": dist.get_world_size(),
+                    **dict.fromkeys(("out", "trace", "fake_world")),  # no JSON
+                },
                 "rows": [asdict(row) for row in rows],
             }
             (args.out / "bench.json").write_text(json.dumps(report, indent=1))

@@ -174,9 +174,8 @@ def calibrating(rows: Sequence[Measured]) -> list[Measured]:
     Raises:
         ValueError: there are fewer.
     """
-    of_first = [
-        row for row in rows if row.contestant == "gtp" and row.options["mode"] != "shared" and row.shape == rows[0].shape
-    ]
+    own = [row for row in rows if row.contestant == "gtp" and row.options["mode"] != "shared"]
+    of_first = [row for row in own if row.shape == own[0].shape]
     of_first.sort(key=lambda row: row.tokens)
     if len(of_first) < 3:
         raise ValueError(
@@ -209,7 +208,9 @@ def fit(cluster: Cluster, used: Sequence[Predicted]) -> Cluster:
         misses = (math.log(simulate(candidate, one.events).seconds * 1e3 / one.row.step_ms) for one in used)
         return sum(miss**2 for miss in misses) + _PRIOR * sum((a - b) ** 2 for a, b in zip(logs, prior)) / len(prior)
 
-    return with_fractions(_descend(loss, prior))
+    # Where the host holds everything up small changes change nothing: first all fractions together.
+    starts = ([value + shift for value in prior] for shift in range(0, int(math.log(_LEAST)), -1))
+    return with_fractions(_descend(loss, min(starts, key=loss)))
 
 
 def _descend(loss: Callable[[Sequence[float]], float], start: Sequence[float]) -> list[float]:
@@ -246,19 +247,19 @@ def _fit_host(cluster: Cluster, used: Sequence[Predicted]):
     )
 
 
-def calibrate(cluster: Cluster, path: Path) -> tuple[Cluster, str]:
-    """(the cluster with measured rates, a report of the errors).
+def calibrate(cluster: Cluster, paths: Sequence[Path]) -> tuple[Cluster, str]:
+    """(the cluster with measured rates, a report of the errors). The first file calibrates.
 
     Raises:
         ValueError: see :func:`read_rows` and :func:`calibrating`.
     """
-    rows = read_rows(path)
+    rows = [row for path in paths for row in read_rows(path)]
     chosen = calibrating(rows)
     predicted = [record_stack(row) for row in rows]
     for one in predicted:
         one.calibrates = any(one.row is row for row in chosen)
     fitted = fit(cluster, [one for one in predicted if one.calibrates])
-    fitted = dataclasses.replace(fitted, calibrated=path.name)
+    fitted = dataclasses.replace(fitted, calibrated=paths[0].name)
     for one in predicted:
         one.seconds = simulate(without_links(fitted), one.events).seconds
     return fitted, errors(fitted, predicted)

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from .arrangement import Arrangement, Plan, make_short_plan
+from .arrangement import Arrangement, Plan
+from .cluster import Cluster
 from .record import KINDS
-from .search import Ranking, memory_limit, model_shape
+from .search import Ranking, memory_limit, weak_scaling, worlds_of
 
 _COLOURS = {"compute": "#4878cf", "wait": "#d65f5f", "gathers": "#6acc65", "reductions": "#ee854a", "other": "#956cb4"}
-_NUM_WORLDS = 6
 
 
 def pyplot():
@@ -41,10 +41,19 @@ def draw(job_config, ranking: Ranking, best: Plan, folder: Path) -> list[Path]:
     title = f"{job_config.model.name} {job_config.model.flavor}, {ranking.cluster.name}"
     paths = [folder / name for name in ("timeline.png", "weak_scaling.png", "memory.png")]
     _save(plt, draw_timeline(plt, best, title), paths[0])
-    worlds = weak_scaling(job_config, ranking, best.arrangement)
-    _save(plt, draw_scaling(plt, worlds, ranking, title), paths[1])
-    _save(plt, draw_memory(plt, job_config, ranking, best.arrangement, title), paths[2])
+    plans = weak_scaling(job_config, ranking.cluster, best.arrangement, worlds_of(best.arrangement))
+    _save(plt, draw_scaling(plt, plans, ranking.cluster, title), paths[1])
+    _save(plt, draw_memory(plt, ranking, best.arrangement, title), paths[2])
     return paths
+
+
+def draw_weak_scaling(plans: Sequence[Plan], cluster: Cluster, folder: Path) -> Path:
+    """The chart of weak scaling alone; returns its file."""
+    plt = pyplot()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "weak_scaling.png"
+    _save(plt, draw_scaling(plt, plans, cluster, cluster.name), path)
+    return path
 
 
 def _save(plt, figure, path: Path) -> None:
@@ -91,17 +100,8 @@ def _short(stream: str) -> str:
     return "tp, ep" if stream.startswith("(") else stream
 
 
-def weak_scaling(job_config, ranking: Ranking, arrangement: Arrangement) -> list[Plan]:
-    """The same arrangement on more and more ranks, and as many microbatches of as many samples on each."""
-    job = dataclasses.replace(job_config, training=dataclasses.replace(job_config.training, global_batch_size=-1))
-    least = max(arrangement.tp * arrangement.gtp, arrangement.ep * arrangement.egtp) * arrangement.pp
-    worlds = [least << doubling for doubling in range(_NUM_WORLDS) if least << doubling <= 4096]
-    shape = model_shape(job)
-    return [make_short_plan(job, ranking.cluster, world, arrangement, shape) for world in worlds]
-
-
-def draw_scaling(plt, plans: Sequence[Plan], ranking: Ranking, title: str):
-    """Efficiency and memory of :func:`weak_scaling`."""
+def draw_scaling(plt, plans: Sequence[Plan], cluster: Cluster, title: str):
+    """Efficiency and memory of ``search.weak_scaling``."""
     figure, left = plt.subplots(figsize=(8, 4))
     worlds = [plan.world for plan in plans]
     left.plot(worlds, [100 * plan.tokens_per_s / plans[0].tokens_per_s for plan in plans], "o-", color=_COLOURS["compute"])
@@ -110,13 +110,13 @@ def draw_scaling(plt, plans: Sequence[Plan], ranking: Ranking, title: str):
     left.minorticks_off()
     right = left.twinx()
     right.plot(worlds, [plan.memory_bytes / 1e9 for plan in plans], "s--", color=_COLOURS["wait"])
-    right.axhline(memory_limit(ranking.cluster) / 1e9, color="gray", linewidth=0.8)
+    right.axhline(memory_limit(cluster) / 1e9, color="gray", linewidth=0.8)
     right.set_ylabel("memory, GB (dashed; line: limit)")
     right.set_ylim(bottom=0)
     return figure
 
 
-def draw_memory(plt, job_config, ranking: Ranking, arrangement: Arrangement, title: str):
+def draw_memory(plt, ranking: Ranking, arrangement: Arrangement, title: str):
     """Memory by kind against GTP, all other degrees as in ``arrangement``."""
     same = {}
     for plan in (*ranking.plans, *ranking.too_large):

@@ -25,8 +25,8 @@ from .cluster import Cluster, read_cluster
 from .device import fake_world
 from .rank import RankStep, build_rank, model_args_of, read_job
 from .record import KINDS
-from .report import as_json, details, explain, ranking_as_json, table, volume_line, warnings
-from .search import Choices, Ranking, search
+from .report import as_json, details, explain, ranking_as_json, scaling_table, table, volume_line, warnings
+from .search import Choices, Ranking, search, weak_scaling
 from .wire_figures import summary
 
 
@@ -44,8 +44,13 @@ def parse(doc: str, arguments: list[str]) -> tuple[argparse.Namespace, list[str]
     parser.add_argument("--world", type=int, help="number of ranks (default: the cluster's)")
     parser.add_argument("--only", action="store_true", help="plan the TOML's own arrangement")
     parser.add_argument("--dry-run", action="store_true", help="build one rank and check its layout; needs no cluster")
+    parser.add_argument(
+        "--weak-scaling", type=_numbers, metavar="WORLDS", help="the TOML's own arrangement on 128,256,... ranks"
+    )
     parser.add_argument("--rank", type=int, default=0, help="which rank --dry-run builds")
-    parser.add_argument("--calibrate", type=Path, metavar="BENCH_JSON", help="take rates from measurements of bench.py")
+    parser.add_argument(
+        "--calibrate", type=Path, action="append", metavar="JSON", help="take rates from measurements; several: the first"
+    )
     for name in ("tp", "gtp", "pp", "ep", "egtp"):
         parser.add_argument(f"--{name}", type=_numbers, help=f"degrees of {name} to look at, separated by commas")
     parser.add_argument(
@@ -87,6 +92,12 @@ def main(doc: str, arguments: list[str] | None = None) -> int:
         if args.dry_run:
             return dry_run(job_config, args.world or (cluster.num_gpus if cluster else 1), args.rank)
         world = args.world or cluster.num_gpus
+        if args.weak_scaling:
+            plans = weak_scaling(job_config, cluster, arrangement_of(job_config), args.weak_scaling)
+            print(scaling_table(plans, cluster))
+            if args.charts is not None:
+                print(f"wrote {charts.draw_weak_scaling(plans, cluster, args.charts)}", file=sys.stderr)
+            return 0
         if args.only:
             return plan_own(job_config, cluster, world, args)
         return plan_all(job_config, cluster, world, args, rest)

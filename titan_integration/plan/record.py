@@ -204,6 +204,7 @@ class Recorder(Observer):
         shape: tuple[int, int, int, int] | None = None,
     ) -> None:
         """One kernel that reads or writes all of ``tensors``, once each."""
+        tensors = [t.wait() if isinstance(t, AsyncCollectiveTensor) else t for t in tensors]
         self.events.append(Kernel(name, flops, sum(map(_num_bytes, tensors)), unit, shape))
 
     def start(
@@ -255,8 +256,8 @@ class Recorder(Observer):
             if number is not None:
                 self.wait(number)
             return tensor
-        if name == "_wrap_tensor_autograd":
-            return func(*args, **kwargs)
+        if name == "_wrap_tensor_autograd":  # whose meta kernel would give a tensor that nobody waits for
+            return AsyncCollectiveTensor(tensor)
         if not _is_on_device(tensor):  # numbers of tokens: every peer sends what this rank does, and the host reads them
             self.events.append(Sync())
             return tensor.clone()

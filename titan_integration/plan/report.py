@@ -12,6 +12,7 @@ from .record import KINDS
 from .search import Ranking, memory_limit
 
 _NUM_REFUSED = 3
+_TIE = 0.01  # of the tokens a second
 
 
 def data_shard(plan: Plan) -> int:
@@ -43,6 +44,23 @@ def table(ranking: Ranking, num_rows: int) -> str:
     if ranking.refused:
         lines[-1] += f"; {len(ranking.refused)} cannot run, such as"
         lines += [f"  {one}: {reason}" for one, reason in ranking.refused[:_NUM_REFUSED]]
+    return "\n".join(lines)
+
+
+def scaling_table(plans: Sequence[Plan], cluster: Cluster) -> str:
+    """Of ``search.weak_scaling``."""
+    lines = [
+        f"{plans[0].arrangement} on {cluster.name}; {rates_line(cluster)}",
+        "",
+        "| GPUs | step, s | tokens/s/GPU | efficiency | exposed | memory, GB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for plan in plans:
+        lines.append(
+            f"| {plan.world:,} | {plan.seconds:.3f} | {plan.tokens_per_s:,.0f} | "
+            f"{plan.tokens_per_s / plans[0].tokens_per_s:.1%} | {plan.exposed_s / plan.seconds:.1%} | "
+            f"{plan.memory_bytes / 1e9:.1f} |"
+        )
     return "\n".join(lines)
 
 
@@ -141,6 +159,9 @@ def explain(ranking: Ranking, job_config, hidden: int) -> str:
     lines.append(
         f"- It needs {best.memory_bytes / 1e9:.1f} of {memory_limit(cluster) / 1e9:.0f} GB, most of it {kinds} GB."
     )
+    ties = [plan for plan in ranking.plans[1:] if plan.tokens_per_s > (1 - _TIE) * best.tokens_per_s]
+    if ties:
+        lines.append(f"- {_tie_line(best, ties)}")
     for other in _contrasts(ranking):
         lines.append(f"- {_comparison(best, other)}")
     faster = [plan for plan in ranking.too_large if plan.tokens_per_s > best.tokens_per_s]
@@ -152,6 +173,19 @@ def explain(ranking: Ranking, job_config, hidden: int) -> str:
         )
     lines += [f"- {line}" for line in warnings(best, job_config, hidden)]
     return "\n".join(lines)
+
+
+def _network_bytes(plan: Plan) -> float:
+    return sum(num_bytes for (_, link), num_bytes in plan.link_bytes.items() if link == "network")
+
+
+def _tie_line(best: Plan, ties: Sequence[Plan]) -> str:
+    """What is as fast, as far as such a model can tell, and which of it depends least on the network."""
+    names = ", ".join(f"`{plan.arrangement}`" for plan in ties)
+    calmest = min((best, *ties), key=_network_bytes)
+    text = f"Within {_TIE:.0%}, which is less than a plan can tell: {names}. Of all these "
+    text += f"`{calmest.arrangement}` leaves least to the network: {_network_bytes(calmest) / 1e9:.0f} GB a step and GPU"
+    return f"{text} ({_network_bytes(best) / 1e9:.0f} GB with `{best.arrangement}`)." if calmest is not best else f"{text}."
 
 
 def _percent(seconds: float, plan: Plan) -> str:

@@ -17,6 +17,7 @@ from .arrangement import Arrangement, Plan, arrangement_of, make_plan, make_shor
 from .cluster import Cluster
 
 _MOST_TP = 8  # that is looked at by default
+_NUM_WORLDS, _MOST_RANKS = 6, 4096  # of weak scaling
 _NUM_SEEDS = 4  # arrangements around which the second round looks
 
 
@@ -161,6 +162,22 @@ def search(
                 ranking.plans = [plan for plan in ranking.plans if plan.arrangement != arrangement]
                 ranking.add(result)
     return ranking
+
+
+def worlds_of(arrangement: Arrangement) -> list[int]:
+    """Numbers of ranks for :func:`weak_scaling`: the least that the arrangement needs, and doublings of it."""
+    least = math.lcm(arrangement.tp * arrangement.gtp, arrangement.ep * arrangement.egtp) * arrangement.pp
+    return [least << doubling for doubling in range(_NUM_WORLDS) if least << doubling <= _MOST_RANKS]
+
+
+def weak_scaling(job_config, cluster: Cluster, arrangement: Arrangement, worlds: Sequence[int]) -> list[Plan]:
+    """The same arrangement, with the same work for each rank, on more and more ranks.
+
+    Raises:
+        ValueError, NotImplementedError: it cannot run on so many; names the key.
+    """
+    job = dataclasses.replace(job_config, training=dataclasses.replace(job_config.training, global_batch_size=-1))
+    return [make_short_plan(job, cluster, world, arrangement, model_shape(job)) for world in worlds]
 
 
 def plan_or_reason(job_config, cluster: Cluster, world: int, arrangement: Arrangement, is_exact: bool) -> Plan | str:
