@@ -5,9 +5,10 @@
     torchrun --nproc_per_node 4 scripts/bench_plan.py --mode shared --out shared.json       # memory, real transfers
     python -m titan_integration.plan --cluster h200x8_infiniband --calibrate measured.json
 
-The first shape's "gtp" at its fewest, middle and most tokens calibrates, everything else judges: no sharding, wire formats,
-other widths, depths and numbers of tokens. Options are bench.py's but for sizes, which are fixed here. With --mode cpu or on
-a machine without a GPU sizes are small: that proves that the machinery works and says nothing of a GPU.
+The first shape's "gtp" at its fewest, middle and most tokens calibrates, everything else judges: no sharding, wire
+formats, other widths, depths and numbers of tokens. Options are bench.py's but for sizes, which are fixed here. With
+--mode cpu or on a machine without a GPU sizes are small: that proves that the machinery works and says nothing of a
+GPU.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ def main() -> None:
         reports.append({"options": options, "rows": [asdict(row) for row in rows]})
         if dist.get_rank() == 0:  # what was measured so far is not lost if the run is stopped
             title = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-            args.out.write_text(json.dumps({"title": f"{title}, torch {torch.__version__}", "reports": reports}, indent=1))
+            args.out.write_text(
+                json.dumps({"title": f"{title}, torch {torch.__version__}", "reports": reports}, indent=1)
+            )
     if args.mode != "fake":
         dist.barrier()
         if device.type == "cuda":

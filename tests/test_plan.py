@@ -20,7 +20,7 @@ from tests.titan_runs import DEBUG_TOML, ROOT, environment
 from titan_integration.plan import arrangement as arrangements
 from titan_integration.plan import checks
 from titan_integration.plan.arrangement import Arrangement, make_plan, make_short_plan, with_one_more
-from titan_integration.plan.calibrate import Measured, calibrate, fit, read_rows, record_stack
+from titan_integration.plan.calibrate import Measured, calibrate, read_rows, record_stack
 from titan_integration.plan.checks import check_layout
 from titan_integration.plan.cluster import read_cluster
 from titan_integration.plan.device import fake_world, meta_stands_for_gpu
@@ -91,9 +91,10 @@ def test_transfers_are_those_that_the_library_counts(options, world):
         after = dataclasses.asdict(stats(model))
         rows = schedule_table(model)
     counted = {name: after[name] - before[name] for name in after}
-    gathers, reductions = starts(recorder.events, "gather"), [
-        event for event in starts(recorder.events, "reduce") if event.axis == "gtp"
-    ]
+    gathers, reductions = (
+        starts(recorder.events, "gather"),
+        [event for event in starts(recorder.events, "reduce") if event.axis == "gtp"],
+    )
     kinds = ("num_forward_gathers", "num_recompute_gathers", "num_backward_gathers")
     assert len(gathers) == sum(counted[kind] for kind in kinds) > 0
     assert sum(event.num_bytes for event in gathers) == counted["gather_bytes"] > 0
@@ -200,14 +201,14 @@ def test_experts_travel_and_synchronise():
 
 def test_depth_and_microbatches_are_extrapolated(cluster):
     options = job("--model.flavor=gtp_minimal", *FUSED, "--training.global_batch_size=16")
-    for arrangement in (Arrangement(gtp=4), Arrangement(tp=2, gtp=2)):
-        short = make_short_plan(options, cluster, 4, arrangement, model_shape(options))
-        whole = make_plan(options, cluster, 4, arrangement)
-        assert short.num_layers == 4 and whole.num_layers == 0 and whole.num_microbatches in (2, 4)
-        assert short.seconds == pytest.approx(whole.seconds, rel=0.03)  # small kernels: the host has no lead at the start
-        assert short.memory_bytes == pytest.approx(whole.memory_bytes, rel=1e-3)
-        assert short.exposed_s == pytest.approx(whole.exposed_s, rel=0.1)
-        assert short.link_bytes == pytest.approx(whole.link_bytes) and short.tokens == whole.tokens == 16 * 64
+    arrangement = Arrangement(gtp=4)
+    short = make_short_plan(options, cluster, 4, arrangement, model_shape(options))
+    whole = make_plan(options, cluster, 4, arrangement)
+    assert short.num_layers == 4 and whole.num_layers == 0 and whole.num_microbatches == 2
+    assert short.seconds == pytest.approx(whole.seconds, rel=0.03)  # small kernels: the host has no lead at the start
+    assert short.memory_bytes == pytest.approx(whole.memory_bytes, rel=1e-3)
+    assert short.exposed_s == pytest.approx(whole.exposed_s, rel=0.1)
+    assert short.link_bytes == pytest.approx(whole.link_bytes) and short.tokens == whole.tokens == 16 * 64
 
 
 def test_a_microbatch_more_is_the_one_that_is_recorded(cluster):
@@ -293,25 +294,24 @@ def test_pipelines_run_in_the_order_of_torch(cluster, schedule, stages):
 
 
 def test_arrangements_are_ranked_and_explained(cluster):
-    config = job("--model.flavor=gtp_minimal", *FUSED, "--activation_checkpoint.mode=full")
-    # Six of these can run, and the TOML's own gtp 2 does.
-    ranking = search(config, cluster, 8, Choices(tp=(1, 2, 3), gtp=(4, 8), pp=(1,), wire=("bf16", "mxfp8")))
+    config = job(*FUSED, "--activation_checkpoint.mode=full")
+    ranking = search(config, cluster, 8, Choices(tp=(2, 3), gtp=(4, 8), pp=(1,), wire=("bf16",)))
     speeds = [plan.tokens_per_s for plan in ranking.plans]
-    assert len(speeds) == 1 + 6 and speeds == sorted(speeds, reverse=True)
+    assert len(speeds) == 2 and speeds == sorted(speeds, reverse=True)
     reasons = dict(ranking.refused)
     assert "does not divide" in reasons[Arrangement(tp=3, gtp=4, wire="bf16")]
     assert Arrangement(tp=2, gtp=8, wire="bf16") in reasons
     text = table(ranking, 3)
-    assert text.count("| `") == 3 and "not calibrated" in text and f"`{ranking.plans[0].arrangement}`" in text
-    words = explain(ranking, config, 1024)
+    assert text.count("| `") == 2 and "not calibrated" in text and f"`{ranking.plans[0].arrangement}`" in text
+    words = explain(ranking, config, 256)
     assert f"Why `{ranking.plans[0].arrangement}`" in words and "reaches" in words
-    assert "no longer than 2 x hidden 1,024" in words
-    assert "2 x hidden" not in explain(ranking, job(*FUSED), 1024)  # nothing is recomputed
+    assert "no longer than 2 x hidden 256" in words
+    assert "2 x hidden" not in explain(ranking, job(*FUSED), 256)  # nothing is recomputed
     found = json.loads(json.dumps(ranking_as_json(ranking)))
     assert found["plans"][0]["memory_total_bytes"] == pytest.approx(ranking.plans[0].memory_bytes)
-    small = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gb=0.5))
+    small = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gb=0.01))
     none = search(config, small, 8, Choices(tp=(1,), gtp=(8,), pp=(1,)))
-    assert not none.plans and none.too_large and "No arrangement fits" in explain(none, config, 1024)
+    assert not none.plans and none.too_large and "No arrangement fits" in explain(none, config, 256)
     assert "the smallest is `gtp8`" in table(none, 3)
 
 
@@ -393,7 +393,9 @@ def test_calibration_finds_the_rates_behind_measurements(tmp_path, cluster):
     fitted, text = calibrate(cluster, [file])
     assert fitted.calibrated == "bench.json" and fitted.host.launch_us == pytest.approx(2.0, rel=0.05)
     assert fitted.efficiency.gemm == pytest.approx(0.5, rel=0.05) and "(calibrates)" in text
-    errors = [float(line.split("median error ")[1].split("%")[0]) for line in text.splitlines() if "median error" in line]
+    errors = [
+        float(line.split("median error ")[1].split("%")[0]) for line in text.splitlines() if "median error" in line
+    ]
     assert len(errors) == 2 and errors[0] < 2 and errors[1] == 0
     assert text.count("(calibrates)") == 3
 
@@ -491,7 +493,10 @@ def test_wrong_files_and_options_name_the_field(tmp_path, monkeypatch, capsys):
         ([*gtp(gtp=1), "--training.global_batch_size=-1", "--only"], "gtp = egtp = 1"),
         ([*gtp(gtp=5), "--training.global_batch_size=-1", "--only"], "does not divide the 64 ranks"),
         ([*gtp(gtp=4), "--only"], "global_batch_size = 8 is not a multiple of 4 samples x 64 data ranks"),
-        ([*gtp(gtp=4), "--training.global_batch_size=-1", "--gtp.transport=symmetric", "--only"], "transport = \"symmetric\" is not planned"),
+        (
+            [*gtp(gtp=4), "--training.global_batch_size=-1", "--gtp.transport=symmetric", "--only"],
+            'transport = "symmetric" is not planned',
+        ),
     ):
         code, error = run(DEBUG_TOML, "--cluster", "h200x8_infiniband", *options)
         assert code == 2 and message in error, (options, error)

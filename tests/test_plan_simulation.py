@@ -31,7 +31,9 @@ def cluster():
         nvlink=dataclasses.replace(cluster.nvlink, bandwidth_gb_s=1000.0, latency_us=0.0, num_processors=0),
         network=dataclasses.replace(cluster.network, bandwidth_gb_s=100.0, latency_us=0.0),
         host=dataclasses.replace(cluster.host, launch_us=0.0, collective_us=0.0),
-        efficiency=dataclasses.replace(cluster.efficiency, **dict.fromkeys(("gemm", "memory", "nvlink", "network"), 1.0)),
+        efficiency=dataclasses.replace(
+            cluster.efficiency, **dict.fromkeys(("gemm", "memory", "nvlink", "network"), 1.0)
+        ),
     )
 
 
@@ -73,7 +75,9 @@ def test_a_collective_waits_for_what_was_issued_before_it(cluster):
 
 
 def test_the_host_and_synchronisation_hold_the_device_up(cluster):
-    cluster = dataclasses.replace(cluster, host=dataclasses.replace(cluster.host, launch_us=1000.0, collective_us=2000.0))
+    cluster = dataclasses.replace(
+        cluster, host=dataclasses.replace(cluster.host, launch_us=1000.0, collective_us=2000.0)
+    )
     timeline = simulate(cluster, [gemm(0.1), gemm(0.1)])
     assert timeline.seconds == pytest.approx(2.1e-3) and timeline.host_bound_s == pytest.approx(1.9e-3)
     assert simulate(cluster, [send(1, 0.1), gemm(0.1), Wait(1)]).seconds == pytest.approx(3.1e-3)

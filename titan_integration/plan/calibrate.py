@@ -1,11 +1,12 @@
 """Rates of a GPU and its host from what scripts/bench.py measured, and how far predictions then are from measurements.
 
 [Note: calibration]
-    Three measured steps calibrate, the others judge. Of a report in a fake world (one rank, no bytes move) these are steps
-    of "gtp" with the fewest, a middle number and the most tokens, of the first report. The host's time for a launch and for
-    a collective comes from their host times; which fractions of the peak rates GEMMs, attention and kernels that move memory
-    reach are those that bring the three predicted times closest, by the logarithm, with the cluster file's values as a weak
-    prior. Links keep the cluster file's rates: in a fake world nothing travels. Ranks that share a GPU judge memory only.
+    Three measured steps calibrate, the others judge. Of a report in a fake world (one rank, no bytes move) these are
+    steps of "gtp" with the fewest, a middle number and the most tokens, of the first report. The host's time for a
+    launch and for a collective comes from their host times; which fractions of the peak rates GEMMs, attention and
+    kernels that move memory reach are those that bring the three predicted times closest, by the logarithm, with the
+    cluster file's values as a weak prior. Links keep the cluster file's rates: in a fake world nothing travels. Ranks
+    that share a GPU judge memory only.
 """
 
 from __future__ import annotations
@@ -179,8 +180,8 @@ def calibrating(rows: Sequence[Measured]) -> list[Measured]:
     of_first.sort(key=lambda row: row.tokens)
     if len(of_first) < 3:
         raise ValueError(
-            f"calibration needs three steps of 'gtp' of one shape and of different sizes (--tokens 1024,4096,8192), and the "
-            f"file has {len(of_first)}"
+            "calibration needs three steps of 'gtp' of one shape and of different sizes (--tokens 1024,4096,8192), and "
+            f"the file has {len(of_first)}"
         )
     return [of_first[0], of_first[len(of_first) // 2], of_first[-1]]
 
@@ -269,16 +270,23 @@ def errors(cluster: Cluster, predicted: Sequence[Predicted]) -> str:
     """Predicted against measured, a Markdown table."""
     efficiency: Efficiency = cluster.efficiency
     lines = [
-        f"calibrated: launch {cluster.host.launch_us:.1f} us, collective {cluster.host.collective_us:.1f} us; of the peak "
-        f"rates GEMMs reach {efficiency.gemm:.3g}, attention {efficiency.attention:.3g}, memory {efficiency.memory:.3g}",
+        f"calibrated: launch {cluster.host.launch_us:.1f} us, collective {cluster.host.collective_us:.1f} us; of the "
+        f"peak rates GEMMs reach {efficiency.gemm:.3g}, attention {efficiency.attention:.3g}, memory "
+        f"{efficiency.memory:.3g}",
         "",
         "| | step, ms | predicted | error | peak, GiB | predicted | error |",
         "|---|---|---|---|---|---|---|",
     ]
     for one in sorted(predicted, key=lambda one: not one.calibrates):
         row, time_error, memory_error = one.row, one.time_error, one.memory_error
-        times = "| | | |" if time_error is None else f"| {row.step_ms:.1f} | {one.seconds * 1e3:.1f} | {time_error:+.1%} |"
-        peak = " | | |" if memory_error is None else f" {row.peak_gib:.2f} | {one.memory_bytes / _GIB:.2f} | {memory_error:+.1%} |"
+        times = (
+            "| | | |" if time_error is None else f"| {row.step_ms:.1f} | {one.seconds * 1e3:.1f} | {time_error:+.1%} |"
+        )
+        peak = (
+            " | | |"
+            if memory_error is None
+            else f" {row.peak_gib:.2f} | {one.memory_bytes / _GIB:.2f} | {memory_error:+.1%} |"
+        )
         lines.append(f"| {row.name}{' (calibrates)' if one.calibrates else ''} {times}{peak}")
     judged = [one for one in predicted if not one.calibrates]
     lines.append("")

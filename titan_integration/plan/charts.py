@@ -69,14 +69,18 @@ def draw_timeline(plt, plan: Plan, title: str):
     turn = max((at for name, at in plan.timeline.marks.items() if name.startswith("backward")), default=end / 3)
     window = end / 60
     figure, axes = plt.subplots(3, 1, figsize=(12, 2.4 + 1.2 * len(streams)))
-    for axis, (first, last) in zip(axes, ((0, end), (turn / 2, turn / 2 + window), ((turn + end) / 2, (turn + end) / 2 + window))):
+    for axis, (first, last) in zip(
+        axes, ((0, end), (turn / 2, turn / 2 + window), ((turn + end) / 2, (turn + end) / 2 + window))
+    ):
         for row, stream in enumerate(streams):
             for colour, pieces in _pieces(spans, stream, first, last).items():
                 axis.broken_barh(pieces, (row - 0.4, 0.8), facecolors=colour)
         axis.set_yticks(range(len(streams)), [_short(stream) for stream in streams])
         axis.set_xlim(first, last)
-        axis.invert_yaxis()
-    axes[0].set_title(f"{title}: one step of {plan.arrangement} (blue: kernels, red: exposed communication)")
+        axis.set_ylim(len(streams) - 0.5, -0.5)
+    num = sum(name.startswith("forward") for name in plan.timeline.marks)
+    of = "" if plan.num_microbatches <= num else f", {num} of its {plan.num_microbatches} microbatches"
+    axes[0].set_title(f"{title}: a step of {plan.arrangement}{of} (blue: kernels, red: exposed communication)")
     axes[-1].set_xlabel("seconds")
     return figure
 
@@ -85,7 +89,9 @@ def _pieces(spans: Sequence, stream: str, first: float, last: float) -> dict[str
     """By colour, (start, length) of what is in the window; neighbours are joined, which a picture cannot show apart."""
     found: dict[str, list[tuple[float, float]]] = {}
     least = (last - first) / 2000
-    for span in sorted((s for s in spans if s.stream == stream and s.end > first and s.start < last), key=lambda s: s.start):
+    for span in sorted(
+        (s for s in spans if s.stream == stream and s.end > first and s.start < last), key=lambda s: s.start
+    ):
         name = span.kind if span.kind == "wait" else "compute" if stream == "compute" else stream.split()[-1]
         pieces = found.setdefault(_COLOURS.get(name, _COLOURS["other"]), [])
         if pieces and span.start - sum(pieces[-1]) < least:
@@ -104,8 +110,12 @@ def draw_scaling(plt, plans: Sequence[Plan], cluster: Cluster, title: str):
     """Efficiency and memory of ``search.weak_scaling``."""
     figure, left = plt.subplots(figsize=(8, 4))
     worlds = [plan.world for plan in plans]
-    left.plot(worlds, [100 * plan.tokens_per_s / plans[0].tokens_per_s for plan in plans], "o-", color=_COLOURS["compute"])
-    left.set(xlabel="GPUs", ylabel="efficiency, %", xscale="log", ylim=(0, 108), title=f"{title}: {plans[0].arrangement}")
+    left.plot(
+        worlds, [100 * plan.tokens_per_s / plans[0].tokens_per_s for plan in plans], "o-", color=_COLOURS["compute"]
+    )
+    left.set(
+        xlabel="GPUs", ylabel="efficiency, %", xscale="log", ylim=(0, 108), title=f"{title}: {plans[0].arrangement}"
+    )
     left.set_xticks(worlds, [str(world) for world in worlds])
     left.minorticks_off()
     right = left.twinx()

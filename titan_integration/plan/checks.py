@@ -1,4 +1,5 @@
-"""Whether the layout of a built rank is a layout: every logical element owned once, by DTensor's rule and by the library's."""
+"""Whether the layout of a built rank is a layout: every logical element owned once, by DTensor's rule and by the
+library's."""
 
 from __future__ import annotations
 
@@ -90,7 +91,9 @@ def _faults(param: DTensor) -> Iterator[str]:
     sizes = tuple(mesh.shape)
     ranges = [range(size if at.is_shard() else 1) for size, at in zip(sizes, placements)]  # copies: the first one
     boxes = [owned_box(param.shape, sizes, placements, place) for place in itertools.product(*ranges)]
-    edges = [sorted({0, n, *(b[dim][0] for b in boxes), *(sum(b[dim]) for b in boxes)}) for dim, n in enumerate(param.shape)]
+    edges = [
+        sorted({0, n, *(b[dim][0] for b in boxes), *(sum(b[dim]) for b in boxes)}) for dim, n in enumerate(param.shape)
+    ]
     owners = torch.zeros([len(edge) - 1 for edge in edges], dtype=torch.int64, device="cpu")
     for box in boxes:
         if all(length for _, length in box):
@@ -112,8 +115,10 @@ def _own_faults(param: DTensor) -> Iterator[str]:
     found = tuple(param._local_tensor.shape)
     if not tuple(shape) == found == expected:
         yield f"this rank holds {found}, by DTensor's rule it is {tuple(shape)}, by ours {expected}"
-    elif prod(found) and tuple(offset) != tuple(first for first, _ in box):
-        yield f"this rank's part begins at {tuple(offset)} by DTensor's rule, at {tuple(first for first, _ in box)} by ours"
+        return
+    starts = tuple(first for first, _ in box)
+    if prod(found) and tuple(offset) != starts:
+        yield f"this rank's part begins at {tuple(offset)} by DTensor's rule, at {starts} by ours"
 
 
 def _cut_faults(weight: ShardedWeight) -> Iterator[str]:

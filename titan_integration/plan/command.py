@@ -49,12 +49,19 @@ def parse(doc: str, arguments: list[str]) -> tuple[argparse.Namespace, list[str]
     )
     parser.add_argument("--rank", type=int, default=0, help="which rank --dry-run builds")
     parser.add_argument(
-        "--calibrate", type=Path, action="append", metavar="JSON", help="take rates from measurements; several: the first"
+        "--calibrate",
+        type=Path,
+        action="append",
+        metavar="JSON",
+        help="take rates from measurements; several: the first",
     )
     for name in ("tp", "gtp", "pp", "ep", "egtp"):
         parser.add_argument(f"--{name}", type=_numbers, help=f"degrees of {name} to look at, separated by commas")
     parser.add_argument(
-        "--wire", type=lambda text: tuple(text.split(",")), default=(), help="wire formats to look at, such as bf16,mxfp8"
+        "--wire",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        help="wire formats to look at, such as bf16,mxfp8",
     )
     parser.add_argument("--top", type=int, default=10, help="rows of the table")
     parser.add_argument("--exact", type=int, default=0, help="how many of the best are planned again with all layers")

@@ -35,7 +35,11 @@ def fake_world(world: int, rank: int) -> Iterator[None]:
 
 def _forget_layouts() -> None:
     """DTensor remembers what operators give, with the mesh; one of a later world may be equal and have other groups."""
-    for name in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
+    for name in (
+        "_clear_sharding_prop_cache",
+        "_clear_fast_path_sharding_prop_cache",
+        "_clear_python_sharding_prop_cache",
+    ):
         clear = getattr(debug, name, None)
         if clear is not None:
             clear()
@@ -162,7 +166,9 @@ def _rms_norm(x: torch.Tensor, normalized_shape, weight: torch.Tensor | None = N
 
 def _attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """A fused kernel with the operations of a causal one, which all models here are."""
-    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, dropout_p, True, False, scale=scale)[0]
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, dropout_p, True, False, scale=scale)[
+        0
+    ]
 
 
 def _balanced_counts(histc: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -199,5 +205,3 @@ def meta_stands_for_gpu(recorder: Recorder | None = None) -> Iterator[None]:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, new)
         yield
-
-

@@ -2,12 +2,12 @@
 
 [Note: the links]
     A GPU has two: NVLink to the ranks of its domain, and the network to others; ranks of a domain are consecutive. Of n
-    ranks of a collective, m lie in this rank's domain and others in k - 1 further ones. Collectives go round in rings, as
-    NCCL's do for large tensors: of B bytes (the gathered tensor, the unsharded gradient) a GPU receives (n - 1) / n over
-    NVLink where all are in one domain. Over several, each domain receives (k - 1) / k of B by the network adapters of its m
-    ranks together, and passes that on over NVLink. An all-reduce does both ways. An all-to-all brings n - m of n parts of
-    what a rank has over its own adapter. On top comes a latency for the start and for each doubling of the ranks.
-    Two collectives on one link share its bandwidth.
+    ranks of a collective, m lie in this rank's domain and others in k - 1 further ones. Collectives go round in
+    rings, as NCCL's do for large tensors: of B bytes (the gathered tensor, the unsharded gradient) a GPU receives (n
+    - 1) / n over NVLink where all are in one domain. Over several, each domain receives (k - 1) / k of B by the
+    network adapters of its m ranks together, and passes that on over NVLink. An all-reduce does both ways. An
+    all-to-all brings n - m of n parts of what a rank has over its own adapter. On top comes a latency for the start
+    and for each doubling of the ranks. Two collectives on one link share its bandwidth.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GEMMs that read MXFP8, as a device has them that this process is not: casts and products are a kernel each.
 
-Without such a device the library emulates them, and a plan would time the emulation. These stand in for the methods that
-cast and multiply; everything around them, gathers and what travels, is the library's.
+Without such a device the library emulates them, and a plan would time the emulation. These stand in for the methods
+that cast and multiply; everything around them, gathers and what travels, is the library's.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def replaced_methods(recorder: Recorder | None) -> tuple[tuple[type, str, Callab
     def grouped_output(self: GroupedGEMMs, x: torch.Tensor, stack: Stack, groups) -> torch.Tensor:
         return grouped(x, stack, x.shape[0], stack.shape[1], stack.shape[2])
 
-    def grouped_input_grad(self: GroupedGEMMs, grad_y: torch.Tensor, stack: Stack, groups, num_rows: int) -> torch.Tensor:
+    def grouped_input_grad(
+        self: GroupedGEMMs, grad_y: torch.Tensor, stack: Stack, groups, num_rows: int
+    ) -> torch.Tensor:
         return grouped(grad_y, stack, num_rows, stack.shape[2], stack.shape[1])
 
     return (

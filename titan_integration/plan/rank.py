@@ -67,7 +67,8 @@ def read_job(toml: str, options: Sequence[str] = ()):
 
 
 def with_degrees(job_config, **degrees: int):
-    """A copy of ``job_config`` with other degrees: tp, gtp, ep, etp, egtp, pp, dp_replicate; dp_shard takes the rest."""
+    """A copy of ``job_config`` with other degrees: tp, gtp, ep, etp, egtp, pp, dp_replicate; dp_shard takes the
+    rest."""
     changed = copy.deepcopy(job_config)
     parallelism, gtp = changed.parallelism, changed.gtp
     keys = {
@@ -296,8 +297,8 @@ class RankStep:
             out.backward(grad)
 
     def _pipeline(self, recorder: Recorder | None) -> None:
-        """The actions of this rank, in the order of torch's schedule. What comes from other stages is there at once: when
-        it really comes, ``pipeline.py`` tells."""
+        """The actions of this rank, in the order of torch's schedule. What comes from other stages is there at once:
+        when it really comes, ``pipeline.py`` tells."""
         schedule = self.rank.schedule
         stages = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
         by_index = {stage.stage_index: stage for stage in stages}
@@ -367,8 +368,8 @@ def pipeline_actions(schedule) -> dict[int, list[Action]]:
             kind = kinds.get(step.computation_type.value)
             if step.computation_type.value in ("I", "W", "OVERLAP_F_B"):
                 raise NotImplementedError(
-                    f"parallelism.pipeline_parallel_schedule = {type(schedule).__name__!r} splits backwards, which is not "
-                    "planned yet; use '1F1B' or 'Interleaved1F1B'"
+                    f"parallelism.pipeline_parallel_schedule = {type(schedule).__name__!r} splits backwards, which is "
+                    "not planned yet; use '1F1B' or 'Interleaved1F1B'"
                 )
             if kind is not None:  # others tell a runtime what to move, which these tell already
                 # Counted, not read: torch's table of 1F1B numbers the last stage's microbatches from 1.

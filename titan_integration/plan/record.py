@@ -208,7 +208,14 @@ class Recorder(Observer):
         self.events.append(Kernel(name, flops, sum(map(_num_bytes, tensors)), unit, shape))
 
     def start(
-        self, what: str, ranks: tuple[int, ...], num_bytes: int, stream: str, kind: str, weight: str = "", axis: str = ""
+        self,
+        what: str,
+        ranks: tuple[int, ...],
+        num_bytes: int,
+        stream: str,
+        kind: str,
+        weight: str = "",
+        axis: str = "",
     ) -> int:
         """A collective; returns its number."""
         self._num_started += 1
@@ -258,7 +265,9 @@ class Recorder(Observer):
             return tensor
         if name == "_wrap_tensor_autograd":  # whose meta kernel would give a tensor that nobody waits for
             return AsyncCollectiveTensor(tensor)
-        if not _is_on_device(tensor):  # numbers of tokens: every peer sends what this rank does, and the host reads them
+        if not _is_on_device(
+            tensor
+        ):  # numbers of tokens: every peer sends what this rank does, and the host reads them
             self.events.append(Sync())
             return tensor.clone()
         if func.namespace == "c10d":
@@ -321,8 +330,8 @@ def _flops(func, name: str, args: tuple, kwargs: dict, out: object, leaves: list
 
 
 def _grouped_flops(one: torch.Tensor, other: torch.Tensor) -> tuple[int, str, tuple]:
-    """Of a GEMM for each expert, who have equal numbers of tokens: (tokens, in) x (experts, in, out) or, for the gradient
-    of the weights, (out, tokens) x (tokens, in)."""
+    """Of a GEMM for each expert, who have equal numbers of tokens: (tokens, in) x (experts, in, out) or, for the
+    gradient of the weights, (out, tokens) x (tokens, in)."""
     columns = other.shape[-1]
     if other.dim() == 3:
         tokens = one.shape[0] // other.shape[0]

@@ -75,7 +75,9 @@ def rates_line(cluster: Cluster) -> str:
 def as_json(plan: Plan, cluster: Cluster) -> dict:
     """Everything of a plan but its timeline."""
     counters = {
-        name: {" ".join(key).strip() if isinstance(key, tuple) else key: value for key, value in counter.items() if value}
+        name: {
+            " ".join(key).strip() if isinstance(key, tuple) else key: value for key, value in counter.items() if value
+        }
         for name, counter in (
             ("exposed_s", plan.exposed),
             ("memory_bytes", plan.memory),
@@ -152,8 +154,9 @@ def explain(ranking: Ranking, job_config, hidden: int) -> str:
     cluster, best = ranking.cluster, ranking.plans[0]
     lines = [f"Why `{best.arrangement}`:", f"- {_placement(best, cluster)}."]
     lines.append(
-        f"- Of its {best.seconds:.2f} s {best.compute_s / best.seconds:.0%} are computation, {_percent(best.exposed_s, best)} "
-        f"exposed communication, {_percent(best.host_s, best)} the host's, {_percent(best.bubble_s, best)} a pipeline's bubble."
+        f"- Of its {best.seconds:.2f} s {best.compute_s / best.seconds:.0%} are computation, "
+        f"{_percent(best.exposed_s, best)} exposed communication, {_percent(best.host_s, best)} the host's, "
+        f"{_percent(best.bubble_s, best)} a pipeline's bubble."
     )
     kinds = ", ".join(f"{kind} {n / 1e9:.1f}" for kind, n in best.memory.most_common(3))
     lines.append(
@@ -184,8 +187,14 @@ def _tie_line(best: Plan, ties: Sequence[Plan]) -> str:
     names = ", ".join(f"`{plan.arrangement}`" for plan in ties)
     calmest = min((best, *ties), key=_network_bytes)
     text = f"Within {_TIE:.0%}, which is less than a plan can tell: {names}. Of all these "
-    text += f"`{calmest.arrangement}` leaves least to the network: {_network_bytes(calmest) / 1e9:.0f} GB a step and GPU"
-    return f"{text} ({_network_bytes(best) / 1e9:.0f} GB with `{best.arrangement}`)." if calmest is not best else f"{text}."
+    text += (
+        f"`{calmest.arrangement}` leaves least to the network: {_network_bytes(calmest) / 1e9:.0f} GB a step and GPU"
+    )
+    return (
+        f"{text} ({_network_bytes(best) / 1e9:.0f} GB with `{best.arrangement}`)."
+        if calmest is not best
+        else f"{text}."
+    )
 
 
 def _percent(seconds: float, plan: Plan) -> str:
@@ -252,9 +261,10 @@ def warnings(plan: Plan, job_config, hidden: int) -> list[str]:
     is_sharded = plan.arrangement.gtp > 1 or plan.arrangement.egtp > 1
     if section.mode != "none" and section.mode != "memory_budget" and seq_len <= 2 * hidden and is_sharded:
         lines.append(
-            f"Warning: the sequence of {seq_len:,} is no longer than 2 x hidden {hidden:,}, and activation_checkpoint.mode = "
-            f"{section.mode!r} recomputes sharded feed-forward layers: sharding their weights saves more memory than recomputing "
-            "their activations does, so leave them out of checkpointing where the memory allows it."
+            f"Warning: the sequence of {seq_len:,} is no longer than 2 x hidden {hidden:,}, and "
+            f"activation_checkpoint.mode = {section.mode!r} recomputes sharded feed-forward layers: sharding their "
+            "weights saves more memory than recomputing their activations does, so leave them out of checkpointing "
+            "where the memory allows it."
         )
     if job_config.compile.enable:
         lines.append("Warning: [compile] is on; kernels are planned one by one, as in eager.")
@@ -273,7 +283,8 @@ def figures(arrangement: Arrangement, bits: float, gathered: float, reduce_bytes
     shards = arrangement.tp * arrangement.gtp
     total = 2 * gathered + reduce_bytes
     return (
-        f"TP {arrangement.tp} x GTP {arrangement.gtp}: {shards}x less weight memory, {shards * 16 / bits:.0f}x less on the wire "
-        f"than whole bf16 weights; gathers {gathered / 2 - 1:+.0%} beside bf16, {total:.4f} B an element and microbatch "
+        f"TP {arrangement.tp} x GTP {arrangement.gtp}: {shards}x less weight memory, {shards * 16 / bits:.0f}x less on "
+        f"the wire than whole bf16 weights; gathers {gathered / 2 - 1:+.0%} beside bf16, {total:.4f} B an element and "
+        "microbatch "
         f"({total / 6 - 1:+.0%} beside bf16's 6), of which reductions are {reduce_bytes / total:.0%}"
     )

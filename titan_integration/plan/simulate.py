@@ -1,11 +1,11 @@
 """Plays the events of one rank's step on the streams of its GPU.
 
 [Note: the streams]
-    The host issues events in order and takes its time for each. The computing stream executes kernels in that order, none
-    before it was issued; a wait stops it until a collective is done. A collective starts when the computing stream has come
-    to where it was issued, and its own stream is free. Collectives in flight share links, see [Note: the links]. What a wait
-    takes is exposed communication. A kernel takes as long as its operations or its bytes do, whichever is longer; a GEMM or
-    attention longer while collectives are in flight, which take processors from it.
+    The host issues events in order and takes its time for each. The computing stream executes kernels in that order,
+    none before it was issued; a wait stops it until a collective is done. A collective starts when the computing
+    stream has come to where it was issued, and its own stream is free. Collectives in flight share links, see [Note:
+    the links]. What a wait takes is exposed communication. A kernel takes as long as its operations or its bytes do,
+    whichever is longer; a GEMM or attention longer while collectives are in flight, which take processors from it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .cluster import Cluster
 from .network import Demand, demand
 from .record import Event, Kernel, Mark, Start, Sync, Wait
 
-# Rows and columns of what one processor computes of a GEMM, and the least of the inner dim that is worth an own processor.
+# Rows and columns of what one processor computes of a GEMM, and the least of the inner dim that is worth an own
+# processor.
 _TILE, _INNER = (128, 256), 1024
 
 
@@ -208,7 +209,9 @@ class _Player:
         timeline.host_bound_s += start - self._compute
         self._compute = start + seconds if not kernel.flops else self._end_beside_collectives(start, seconds)
         timeline.compute_s += self._compute - start
-        timeline.spans.append(Span("compute", start, self._compute, kernel.name, kernel.unit if kernel.flops else "memory"))
+        timeline.spans.append(
+            Span("compute", start, self._compute, kernel.name, kernel.unit if kernel.flops else "memory")
+        )
 
     def _end_beside_collectives(self, start: float, seconds: float) -> float:
         """When a kernel ends that takes so many ``seconds`` with all processors."""
