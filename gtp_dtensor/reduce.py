@@ -148,8 +148,7 @@ class Reducer:
             self._start_over_copies(weight, param, rows)
             return
         self._to_shards.receive(self._most_pending)
-        with own_ops(weight.fqn, "reduce"):
-            self._to_shards.add(self._over_shard_axis(weight, param, rows))
+        self._to_shards.add(self._over_shard_axis(weight, param, rows))
 
     def _from_shards(self, reduction: Pending) -> None:
         weight = reduction.weight
@@ -157,8 +156,7 @@ class Reducer:
 
     def _start_over_copies(self, weight: ShardedWeight, param: nn.Parameter, rows: torch.Tensor) -> None:
         self._to_copies.receive(self._most_pending)
-        with own_ops(weight.fqn, "reduce"):
-            self._to_copies.add(self._over_copy_axis(weight, param, rows))
+        self._to_copies.add(self._over_copy_axis(weight, param, rows))
 
     def _from_copies(self, reduction: Pending) -> None:
         if isinstance(reduction, PendingSum):

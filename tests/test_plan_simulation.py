@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 
 import pytest
 
@@ -161,8 +162,20 @@ def test_extrapolation_is_a_line():
     two.memory.update(activations=14, gathered=5)
     far = along(one, two, 10)
     assert far.seconds == 6.0 and far.memory == {"activations": 50, "gathered": 5}
-    assert depths(80, 1, 1, 1) == (2, 4) and depths(61, 4, 1, 1) == (4, 6) and depths(80, 1, 1, 4) == (4, 8)
+    assert (
+        depths(80, 1, 1, 1) == (2, 4)
+        and depths(61, 4, 1, 1) == (4, 6)
+        and depths(80, 1, 1, 4) == (8, 12)
+        and depths(61, 4, 1, 4) == (16, 20)
+    )
     assert depths(6, 4, 1, 1) is None
+    # Of a pipeline each stage goes its own way, and the one that ends up largest counts.
+    one.stages, two.stages = (
+        (Counter(activations=9), Counter(activations=5)),
+        (Counter(activations=10), Counter(activations=8)),
+    )
+    far = along(one, two, 10)
+    assert far.stages == ({"activations": 19}, {"activations": 35}) and far.memory == {"activations": 35}
 
 
 def test_what_does_not_fit_is_kept_apart(cluster):

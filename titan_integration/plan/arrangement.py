@@ -63,6 +63,7 @@ class Plan:
         bubble_s: in which a pipeline stage had nothing to do.
         exposed: communication that the computing stream waited for, by (role of the weight or "", kind).
         memory: by kind, at the peak.
+        stages: of a pipeline, the memory of those that were built.
         link_bytes: received in a step, by (axis, link).
         volumes: bytes that travelled of sharded weights, by ("gather" or "reduce", format), and their elements by
             ("elements", format) for one use each way.
@@ -81,6 +82,7 @@ class Plan:
     bubble_s: float = 0.0
     exposed: Counter = field(default_factory=Counter)
     memory: Counter = field(default_factory=Counter)
+    stages: tuple[Counter, ...] = ()
     link_bytes: Counter = field(default_factory=Counter)
     volumes: Counter = field(default_factory=Counter)
     num_microbatches: int = 1
@@ -118,11 +120,20 @@ def along(one: Plan, other: Plan, distance: float) -> Plan:
         first, second = getattr(one, name), getattr(other, name)
         setattr(result, name, first + distance * (second - first))
     for name in _LINEAR_COUNTERS:
-        first, second = getattr(one, name), getattr(other, name)
-        keys = first.keys() | second.keys()
-        values = {key: first[key] + distance * (second[key] - first[key]) for key in keys}
-        setattr(result, name, Counter({key: max(0, value) for key, value in values.items()}))
+        setattr(result, name, _along(getattr(one, name), getattr(other, name), distance))
+    if one.stages:
+        result.stages = tuple(_along(*both, distance) for both in zip(one.stages, other.stages, strict=True))
+        result.memory = _heaviest(result.stages)
     return result
+
+
+def _along(one: Counter, other: Counter, distance: float) -> Counter:
+    values = {key: one[key] + distance * (other[key] - one[key]) for key in one.keys() | other.keys()}
+    return Counter({key: max(0, value) for key, value in values.items()})
+
+
+def _heaviest(stages: Sequence[Counter]) -> Counter:
+    return max(stages, key=lambda memory: sum(memory.values()))
 
 
 def configured(job_config, arrangement: Arrangement, world: int):
@@ -262,9 +273,10 @@ def _pipeline_plan(job, cluster, world, arrangement, num_layers, num_microbatche
             hidden = RankStep(rank).hidden_bytes
     times = [stages[place][1] if place in stages else stages[pp // 2][1] for place in range(pp)]
     seconds = pipeline_seconds(cluster, actions, times, peers, hidden)
-    heaviest = max((plan for plan, _ in stages.values()), key=lambda plan: plan.memory_bytes)
+    memories = tuple(plan.memory for plan, _ in stages.values())
     busiest = max((plan for plan, _ in stages.values()), key=lambda plan: plan.seconds)
-    result = dataclasses.replace(busiest, memory=heaviest.memory, seconds=seconds, num_layers=num_layers or 0)
+    result = dataclasses.replace(busiest, memory=_heaviest(memories), stages=memories, seconds=seconds)
+    result.num_layers = num_layers or 0
     result.bubble_s = seconds - busiest.seconds
     result.num_microbatches = num_microbatches
     result.tokens *= num_microbatches
@@ -283,7 +295,7 @@ def depths(num_layers: int, least: int, period: int, pp: int) -> tuple[int, int]
         pp: stages, which all grow alike.
     """
     step = math.lcm(2 * period, pp)
-    one = -(-max(least, 2) // step) * step
+    one = -(-max(least, 2) * pp // step) * step  # so that the first stage, too, has every kind
     return None if one + step >= num_layers else (one, one + step)
 
 

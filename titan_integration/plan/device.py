@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gtp_dtensor.domain
+from gtp_dtensor.reduce import Reducer
 from gtp_dtensor.transport import CollectiveTransport, Transfer
+from gtp_dtensor.weight import ShardedWeight
 
 from .record import GATHERED, IN_FLIGHT, Recorder
 
@@ -184,6 +186,22 @@ def _balanced_counts(histc: Callable[..., torch.Tensor]) -> Callable[..., torch.
     return counted
 
 
+def _told(recorder: Recorder | None, start: Callable) -> Callable:
+    """A method of ``Reducer`` that starts a reduction over replicas, of which the library tells no observer."""
+
+    @functools.wraps(start)
+    def told(reducer: Reducer, weight: ShardedWeight, *args):
+        if recorder is None:
+            return start(reducer, weight, *args)
+        recorder.begin("reduce", weight.fqn, None)
+        try:
+            return start(reducer, weight, *args)
+        finally:
+            recorder.end()
+
+    return told
+
+
 @contextmanager
 def meta_stands_for_gpu(recorder: Recorder | None = None) -> Iterator[None]:
     """Inside, what the library moves goes to ``recorder``, and kernels that a GPU has in one piece are one; tokens are
@@ -192,6 +210,8 @@ def meta_stands_for_gpu(recorder: Recorder | None = None) -> Iterator[None]:
         (gtp_dtensor.domain, "choose_transport", _choose_recorded),
         (gtp_dtensor.domain, "CollectiveTransport", RecordedTransport),
         (RecordedTransport, "recorder", recorder),
+        (Reducer, "_over_shard_axis", _told(recorder, Reducer._over_shard_axis)),
+        (Reducer, "_over_copy_axis", _told(recorder, Reducer._over_copy_axis)),
         (F, "rms_norm", _rms_norm),
         (F, "scaled_dot_product_attention", _attention),
         (torch, "histc", _balanced_counts(torch.histc)),
