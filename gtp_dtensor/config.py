@@ -55,8 +55,8 @@ class GTPConfig:
             all its ranks have mapped, by copy engines; needs GPUs of one NVLink domain, sums gradients in float32, keeps
             a copy of each shard in ``param_dtype`` and inboxes for ``graph_wgrad_ring_size`` gradients outside of torch's
             caching allocator, and needs all ranks to write parameters alike (where one alone does, it waits for the
-            others until the process group's time-out ends it). "auto": collective, until symmetric memory has been
-            measured over NVLink; a log line says so. Between replicas, and for parameters that stay whole, always collective.
+            others until the process group's time-out ends it). "auto": symmetric where it can be, collective elsewhere; a
+            log line says which and why. Between replicas, and for parameters that stay whole, always collective.
         recompute_keep_bytes: a weight gathered for recomputation is kept for its backward use while the kept weights
             of this model stay within this many bytes. None: eight times the largest gathered weight. 0: never.
     """

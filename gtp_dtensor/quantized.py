@@ -26,6 +26,8 @@ from .wire import Amax, Parts, View, WireFormat
 if TYPE_CHECKING:
     from .weight import Lease, ShardedWeight
 
+_MOST_BATCH_BYTES = 64 << 20  # of float32 rows that are scaled at once
+
 _AMAX_DIM = {Amax.MATRIX: (-2, -1), Amax.COLUMN: (-2,), Amax.ROW: (-1,)}
 
 
@@ -58,7 +60,6 @@ class QuantizedShard:
         self.amax: dict[Amax, torch.Tensor] = {}  # of the whole weight
         self.source: torch.Tensor | None = None
         self._generation = -1  # of the weight when it was quantized last
-        self._slots: dict[Amax, torch.Tensor] = {}
         self._first_row = weight.runtime.transport.rank * self.cut.chunk
         # A rank knows the largest value of a whole row, unless tensor parallelism cuts columns.
         placements = () if weight.tp is None else weight.tp.placements
@@ -112,7 +113,6 @@ class QuantizedShard:
 
     def fill_slots(self, slots: dict[Amax, torch.Tensor], weight: ShardedWeight) -> None:
         """Enter what this rank stores into its ``slots``, zeros so far."""
-        self._slots = slots
         rows = self._stored(weight)
         if rows.numel() == 0:
             return
@@ -137,11 +137,31 @@ class QuantizedShard:
             place[dim] = place.get(dim, 0) + first
         return place
 
-    def quantize(self, weight: ShardedWeight) -> None:
-        """Rewrite the parts; the slots hold what is known of the whole weight by now."""
+    def begin(self, slots: dict[Amax, torch.Tensor], weight: ShardedWeight) -> None:
+        """``slots`` hold what is known of the whole weight; its parts are rewritten next."""
         before = self.amax if self._generation == weight.generation else {}
         self._generation = weight.generation
-        self.amax, self._slots = self.wire.complete(self._slots, before, weight.owner), {}
+        self.amax = self.wire.complete(slots, before, weight.owner)
+        weight.counters.num_quantizations += 1
+
+    def places(self, weight: ShardedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """(float32 rows, their scale, where their codes go) where the rows stay on this rank and go where those of the
+        last quantization are; None elsewhere: see :meth:`quantize`."""
+        local, transport = weight.param._local_tensor, weight.runtime.transport
+        parts = self.parts.get(View.ROWS)
+        moves = weight.replica_cut is not None or transport.size > 1 and weight.cut.chunk != self.cut.chunk
+        if self.wire.scales_like is None or moves or parts is None or parts[0].device != local.device:
+            return None
+        if local.dtype is not torch.float32 or local.numel() == 0 or weight.runtime.config.check_param_states:
+            return None
+        rows = self._stored(weight)
+        codes = parts[0]
+        for dim, length in enumerate(rows.shape):
+            codes = codes.narrow(dim, 0, length)  # behind them are zeros
+        return rows, self.amax[Amax.SCALE], codes
+
+    def quantize(self, weight: ShardedWeight) -> None:
+        """Rewrite the parts, after :meth:`begin`."""
         runtime, cut = weight.runtime, weight.replica_cut
         rows = self._stored(weight)
         if runtime.config.check_param_states:
@@ -159,7 +179,6 @@ class QuantizedShard:
                 rows = cut.unpack(gathered)
                 self._quantize_rows(runtime.transport.move_rows(rows, weight.cut, self.cut))
                 transfer.release()
-        weight.counters.num_quantizations += 1
 
     def _replicas_hold_whole_blocks(self, weight: ShardedWeight) -> bool:
         cut = weight.replica_cut
@@ -312,15 +331,13 @@ def refresh_quantized(weights: Sequence[ShardedWeight]) -> None:
     for weight in weights:
         for amax, shape in weight.quantized.slot_shapes().items():
             tables.setdefault(weight.quantized.groups[amax], []).append((weight, amax, shape))
-    slots: dict[ShardedWeight, dict[Amax, torch.Tensor]] = {}
-    flat = {}
+    slots: dict[ShardedWeight, dict[Amax, torch.Tensor]] = {weight: {} for weight in weights}
+    flat: dict[tuple, torch.Tensor] = {}
     for groups, entries in tables.items():
-        lengths = [shape.numel() for *_, shape in entries]
-        flat[groups] = torch.zeros(sum(lengths), device=weights[0].param.device)
-        for (weight, amax, shape), part in zip(entries, flat[groups].split(lengths)):
-            slots.setdefault(weight, {})[amax] = part.view(shape)
-    for weight, own in slots.items():
-        weight.quantized.fill_slots(own, weight)
+        flat[groups] = torch.zeros(sum(shape.numel() for *_, shape in entries), device=weights[0].param.device)
+        for (weight, amax, _), entry in zip(entries, _entries(flat[groups], entries)):
+            slots[weight][amax] = entry
+    _fill(slots)
     for groups, table in flat.items():
         # As integers, whose order is that of magnitudes and keeps NaN largest: a maximum of floats may lose it.
         bits = table.view(torch.int32)
@@ -329,19 +346,85 @@ def refresh_quantized(weights: Sequence[ShardedWeight]) -> None:
                 transport.all_reduce_max(bits)
         for group in groups:
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
-    finite = torch.stack([torch.isfinite(own[Amax.MATRIX]).all() for own in slots.values()]).int()
-    for group in dict.fromkeys(group for weight in slots for group in weight.quantized.slice_groups):
+    _check_finite(slots, {groups: torch.isfinite(table) for groups, table in flat.items()}, tables)
+    for groups, entries in tables.items():
+        tables_of_scales: dict[tuple, list[torch.Tensor]] = {}
+        for place, (weight, amax, _) in enumerate(entries):
+            wire = weight.quantized.wire
+            if wire.scales_like is not None and amax is Amax.MATRIX:
+                if wire.scales_like not in tables_of_scales:
+                    tables_of_scales[wire.scales_like] = _entries(wire.scales(flat[groups]), entries)
+                slots[weight][Amax.SCALE] = tables_of_scales[wire.scales_like][place]
+    _quantize(slots)
+
+
+Entry = tuple["ShardedWeight", Amax, torch.Size]  # of a table
+
+
+def _entries(table: torch.Tensor, entries: list[Entry]) -> list[torch.Tensor]:
+    parts = table.split([shape.numel() for *_, shape in entries])
+    return [part.view(shape) for part, (*_, shape) in zip(parts, entries)]
+
+
+def _fill(slots: dict[ShardedWeight, dict[Amax, torch.Tensor]]) -> None:
+    """Enter what this rank stores, most weights in one kernel."""
+    all_rows, their_slots = [], []
+    for weight, own in slots.items():
+        local = weight.param._local_tensor
+        if len(own) == 1 and own[Amax.MATRIX].numel() == 1 and local.dtype is torch.float32 and local.numel():
+            all_rows.append(local.detach())
+            their_slots.append(own[Amax.MATRIX].view(()))
+        else:
+            weight.quantized.fill_slots(own, weight)
+    if all_rows:
+        torch._foreach_copy_(their_slots, torch._foreach_norm(all_rows, math.inf))
+
+
+def _check_finite(
+    slots: dict[ShardedWeight, dict[Amax, torch.Tensor]], flags: dict[tuple, torch.Tensor], tables: dict[tuple, list[Entry]]
+) -> None:
+    """See :class:`FiniteCheck`."""
+    weights = list(slots)
+    by_weight = {}
+    for groups, entries in tables.items():
+        for (weight, amax, _), flag in zip(entries, _entries(flags[groups], entries)):
+            if amax is Amax.MATRIX:
+                by_weight[weight] = flag.view(()) if flag.numel() == 1 else flag.all()
+    finite = torch.stack([by_weight[weight] for weight in weights]).int()
+    for group in dict.fromkeys(group for weight in weights for group in weight.quantized.slice_groups):
         dist.all_reduce(finite, dist.ReduceOp.MIN, group=group)
     if finite.is_meta:  # no values
-        for weight in weights:
-            weight.quantized.quantize(weight)
         return
-    check = FiniteCheck(finite, [weight.fqn for weight in slots], weights[0].quantized.wire.name)
+    check = FiniteCheck(finite, [weight.fqn for weight in weights], weights[0].quantized.wire.name)
     if finite.is_cuda:  # without stopping the host: told before the next quantization
         earlier, weights[0].runtime.finite_check = weights[0].runtime.finite_check, check
         if earlier is not None:
             earlier.raise_if_not()
     else:
         check.raise_if_not()
-    for weight in weights:
-        weight.quantized.quantize(weight)
+
+
+def _quantize(slots: dict[ShardedWeight, dict[Amax, torch.Tensor]]) -> None:
+    """Rewrite the parts of all, those whose format can do several at once in batches that need little memory."""
+    batches: dict[tuple, list[tuple]] = {}
+    for weight, own in slots.items():
+        shard = weight.quantized
+        shard.begin(own, weight)
+        places = shard.places(weight)
+        if places is None:
+            shard.quantize(weight)
+            continue
+        batch = batches.setdefault(shard.wire.scales_like, [])
+        if sum(rows.nbytes for rows, *_ in batch) + places[0].nbytes > _MOST_BATCH_BYTES:
+            _quantize_batch(shard.wire, batch)
+            batch.clear()
+        batch.append((*places, shard.wire))
+    for batch in batches.values():
+        _quantize_batch(batch[0][-1], batch)
+
+
+def _quantize_batch(wire: WireFormat, batch: list[tuple]) -> None:
+    if batch:
+        rows, scales, codes, _ = map(list, zip(*batch))
+        with own_ops(f"{len(batch)} weights", "quantize"):
+            wire.quantize_many(rows, scales, codes)

@@ -12,7 +12,10 @@ that mode tells host time, memory and the schedule, not communication (what is g
 run faster on zeros); ranks that share a GPU tell correctness and host time.
 
 Behind a contestant's name, each after a "+", may stand what it does otherwise: "compiled" (each block, for each size
-anew; "graphs" and "breaks" are what dynamo counted), and for gtp a transport or a wire format: "gtp+symmetric+fp8".
+anew; "graphs" and "breaks" are what dynamo counted), "params16" (parameters and gradients in bfloat16), "reduce16"
+(gradients travel in bfloat16, else in float32), for gtp a transport or a wire format ("gtp+symmetric+fp8"), for
+fsdp_block "prefetch" (the next two blocks are gathered, as told by FSDP2's setters) and "symm" (its gathers in NCCL's
+symmetric memory, by copy engine where NCCL_CTA_POLICY=2 is set).
 
 "step" is the time of forward and backward with the device waited for; "host" is the time until both are enqueued, at a
 size so small that the device never makes the host wait; both are medians. "us/use" is what a use of a weight costs the
@@ -48,7 +51,7 @@ from gtp_dtensor.config import WIRE_FORMATS
 from titan_integration.plan.stack import Stack, shard_stack
 
 CONTESTANTS = ("none", "fsdp_block", "fsdp_linear", "gtp")
-COMPILED = "compiled"
+COMPILED, PARAMS16, REDUCE16, PREFETCH, SYMM = "compiled", "params16", "reduce16", "prefetch", "symm"
 TRANSPORTS = ("collective", "symmetric")
 
 
@@ -68,21 +71,18 @@ def build(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: t
     compiled = COMPILED in features
     if compiled and contestant != "gtp":
         compile_blocks(model)  # before FSDP2: its hooks stand outside
+    if PARAMS16 in features:
+        model = model.bfloat16()
+    reduce_dtype = torch.bfloat16 if REDUCE16 in features else torch.float32
     if contestant == "gtp":
         transport = next((name for name in features if name in TRANSPORTS), args.transport)
         wire_format = next((name for name in features if name in WIRE_FORMATS), "auto")
-        shard_stack(model, mesh, wire_format, args.look_ahead, transport)
+        shard_stack(model, mesh, wire_format, args.look_ahead, transport, reduce_dtype)
         if compiled:
             compile_blocks(model)
     elif contestant.startswith("fsdp"):
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in model.blocks:
-            if contestant == "fsdp_linear":
-                for linear in block.modules():
-                    if isinstance(linear, nn.Linear):
-                        fully_shard(linear, mesh=mesh, mp_policy=policy)
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        shard_by_fsdp(model, mesh, policy, contestant == "fsdp_linear", features)
     else:
         model = model.bfloat16()
     model.to_empty(device=device)
@@ -91,6 +91,26 @@ def build(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: t
             local = param._local_tensor if hasattr(param, "_local_tensor") else param
             local.normal_(std=0.02) if param.dim() > 1 else local.fill_(1.0)
     return model
+
+
+def shard_by_fsdp(
+    model: Stack, mesh: DeviceMesh, policy: MixedPrecisionPolicy, each_linear: bool, features: Sequence[str]
+) -> None:
+    """FSDP2 with one group a block, or a linear."""
+    for block in model.blocks:
+        if each_linear:
+            for linear in block.modules():
+                if isinstance(linear, nn.Linear):
+                    fully_shard(linear, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    blocks = list(model.blocks)
+    for place, block in enumerate(blocks):
+        if PREFETCH in features:
+            block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 3])
+            block.set_modules_to_backward_prefetch(blocks[max(0, place - 2) : place][::-1])
+        if SYMM in features:
+            block.set_symm_mem_for_comm()
 
 
 @dataclass
@@ -244,13 +264,13 @@ def table(rows: list[Row]) -> str:
         "graphs",
         "breaks",
     )
-    lines = ["{:<19} {:>6} {:>9} {:>7} {:>9} {:>8} {:>10} {:>9} {:>6} {:>6}".format(*names)]
+    lines = ["{:<30} {:>6} {:>9} {:>7} {:>9} {:>8} {:>10} {:>9} {:>6} {:>6}".format(*names)]
     for row in rows:
         floor = "" if row.over_floor is None else f"{row.over_floor:.3f}"
         use = "" if row.host_us_per_use is None else f"{row.host_us_per_use:.1f}"
         graphs = "" if row.num_graphs is None else f"{row.num_graphs:>6} {row.num_graph_breaks:>6}"
         lines.append(
-            f"{row.contestant:<19} {row.tokens:>6} {row.step_ms:>9.2f} {floor:>7} {row.host_ms:>9.2f} {use:>8} "
+            f"{row.contestant:<30} {row.tokens:>6} {row.step_ms:>9.2f} {floor:>7} {row.host_ms:>9.2f} {use:>8} "
             f"{row.peak_allocated_gib:>10.2f} {row.peak_reserved_gib:>9.2f} {graphs}"
         )
     return "\n".join(line.rstrip() for line in lines)
@@ -345,8 +365,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--host-steps", type=int, default=40, help="steps of which host time is the median")
     parser.add_argument("--warmup", type=int, default=3)
-    features = {name: [COMPILED] for name in CONTESTANTS}
+    features = {name: [COMPILED] if name == "none" else [COMPILED, PARAMS16, REDUCE16] for name in CONTESTANTS}
     features["gtp"] += [*TRANSPORTS, *WIRE_FORMATS]
+    features["fsdp_block"] += [PREFETCH, SYMM]
     add_contestants_option(parser, CONTESTANTS, features)
     parser.add_argument("--out", type=Path, default=None, help="folder for bench.json and bench.png")
     parser.add_argument(
@@ -360,7 +381,9 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    options = {**vars(args), "out": None, "trace": None}
     device = start(args)
+    options["num_ranks"] = dist.get_world_size()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("gtp",))
     rows = []
     for contestant in args.contestants:
@@ -381,11 +404,7 @@ def main() -> None:
             args.out.mkdir(parents=True, exist_ok=True)
             report = {
                 "title": title,
-                "options": {
-                    **vars(args),
-                    "num_ranks": dist.get_world_size(),
-                    **dict.fromkeys(("out", "trace", "fake_world")),  # no JSON
-                },
+                "options": options,
                 "rows": [asdict(row) for row in rows],
             }
             (args.out / "bench.json").write_text(json.dumps(report, indent=1))

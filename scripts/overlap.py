@@ -7,6 +7,9 @@ Reads a trace of torch.profiler (CPU and CUDA activities). For each gather and r
 the range ``gtp::...`` launched, and whether a GEMM kernel ran at the same time. The first gather of each pass, and the
 first and last communication of each backward, have nothing to hide behind; all others are interior. Exits with 1 where
 fewer interior ones than ``--at-least`` overlap a GEMM.
+
+Where there is no such kernel (symmetric memory), it looks at the copies between GPUs, stream by stream, and at the
+kernels that sum; a trace does not tell which range made a copy, so there all of them count.
 """
 
 from __future__ import annotations
@@ -69,6 +72,21 @@ def communications(events: list[dict]) -> list[Communication]:
     return sorted(found, key=lambda one: one.issued)
 
 
+def copies_and_sums(events: list[dict]) -> list[Communication]:
+    """Of symmetric memory: a stream that copies between GPUs and copies a rank's own rows too gathers, another pushes
+    gradients."""
+    moved = [event for event in events if event.get("cat") == "gpu_memcpy" and "PtoP" in event["name"]]
+    own = {event["args"]["stream"] for event in events if event.get("cat") == "gpu_memcpy" and "DtoD" in event["name"]}
+    found = []
+    for event in moved:
+        what = "gather" if event["args"]["stream"] in own else "push"
+        found.append(Communication(what, "", event["ts"], event["ts"], event["ts"] + event["dur"]))
+    for event in events:
+        if event.get("cat") == "kernel" and event["name"] == "sum_slots":
+            found.append(Communication("sum", "", event["ts"], event["ts"], event["ts"] + event["dur"]))
+    return sorted(found, key=lambda one: one.issued)
+
+
 def mark(found: list[Communication], events: list[dict]) -> None:
     """Fill in the overlap with GEMMs (share of the kernel's time), and which are at an end of a pass."""
     gemms = sorted(
@@ -83,7 +101,7 @@ def mark(found: list[Communication], events: list[dict]) -> None:
         mine = [one for one in found if one.what == kind]
         first = mine[0].fqn if mine else None
         last = mine[-1].fqn if mine else None
-        for one in mine:
+        for one in mine if first else ():
             one.interior = one.fqn != first and not (kind == "reduce" and one.fqn == last)
 
 
@@ -93,9 +111,9 @@ def main() -> int:
     parser.add_argument("--at-least", type=float, default=0.9)
     args = parser.parse_args()
     events = read_trace(args.trace)
-    found = communications(events)
+    found = communications(events) or copies_and_sums(events)
     if not found:
-        print(f"overlap.py: {args.trace} has no NCCL kernel launched in a gtp:: range", file=sys.stderr)
+        print(f"overlap.py: {args.trace}: no NCCL kernel of a gtp:: range, no copy between GPUs", file=sys.stderr)
         return 2
     mark(found, events)
     interior = [one for one in found if one.interior]
@@ -106,11 +124,12 @@ def main() -> int:
             share = sum(one.overlap > 0 for one in mine) / len(mine)
             mean = sum(one.overlap for one in mine) / len(mine)
             print(f"{kind}: {len(mine)} interior, {share:.1%} overlap a GEMM, {mean:.1%} of their time is under one")
-    exposed = Counter(f"{one.what} {one.fqn}" for one in interior if one.overlap == 0)
+    exposed = Counter(f"{one.what} {one.fqn}".strip() for one in interior if one.overlap == 0)
     for name, times in exposed.most_common():
         print(f"exposed: {name} ({times} times)")
     ends = Counter(f"{one.what} {one.fqn}" for one in found if not one.interior)
-    print("at the ends of passes: " + ", ".join(f"{name} ({times})" for name, times in ends.items()))
+    if ends:
+        print("at the ends of passes: " + ", ".join(f"{name} ({times})" for name, times in ends.items()))
     share = len(hidden) / len(interior)
     print(f"interior communications that overlap a GEMM: {len(hidden)} of {len(interior)} = {share:.1%}")
     return 0 if share >= args.at_least else 1

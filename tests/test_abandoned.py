@@ -1,6 +1,7 @@
 """Who dies with communication in flight has to order the memory's next owner after it: nobody else will."""
 
 import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -96,6 +97,26 @@ def test_an_abandoned_collective_is_waited_for_once(monkeypatch, was_waited_for)
         transfer.wait()
     transfer.abandon()
     assert len(waits) == 1 and transfer.tensors == ()
+
+
+def test_what_a_released_collective_wrote_is_free():
+    """A GPU's work handle holds it, and a released lease may live as long as the gradient is computed beside it."""
+
+    class Work:
+        def __init__(self, result):
+            self.result = result
+
+        def wait(self):
+            pass
+
+    result = torch.ones(1)
+    written, transfer = weakref.ref(result), Transfer(Work(result), None, (result,))
+    del result
+    transfer.wait()
+    assert written() is not None
+    transfer.release()
+    assert written() is None
+    transfer.release()  # of which nothing comes any more
 
 
 def test_abandoned_peer_reads_are_waited_for_where_their_memory_goes():

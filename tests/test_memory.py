@@ -1,5 +1,7 @@
 """gtp_dtensor.memory_table: the formula beside what was counted, and on a GPU beside the caching allocator."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn as nn
@@ -131,13 +133,15 @@ def measured(net, ids, optimizer, num_microbatches):
     for _ in range(3):
         step(net, ids, optimizer, num_microbatches)
     net(ids)  # compute shards are made anew by the first forward after a step
+    gc.collect()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    # Of that forward, weights wait for a backward. What is requested: blocks come up to 1 MiB larger.
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"] - stats(net).live_lease_bytes
     torch.cuda.reset_peak_memory_stats()
     for _ in range(num_microbatches):
         net(ids).float().square().mean().backward()
     torch.cuda.synchronize()
-    most = torch.cuda.max_memory_allocated() - before
+    most = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     optimizer.step()
     optimizer.zero_grad()
     return most, memory_table(net).transient
@@ -146,17 +150,17 @@ def measured(net, ids, optimizer, num_microbatches):
 @ranks(4, device="cuda", timeout=240, group_timeout=120)
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_formula_beside_the_allocator(mesh, recomputes):
-    """To 3 %, with activations of next to nothing; and nothing grows over 200 steps with evaluations between."""
-    ids, faults, seen = torch.arange(16, device="cuda"), [], set()
+    """To 2 %, with activations of next to nothing; and nothing grows over 200 steps with evaluations between."""
+    ids, faults, seen = torch.arange(4, device="cuda"), [], set()
     for name, options in ON_GPU.items():
         for num_microbatches in (1, 2):
             torch.manual_seed(0)
             options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} | options
-            net = sharded(Net(1024, 4, 2000, recomputes).cuda(), mesh, **options)
+            net = sharded(Net(512, 4, 1000, recomputes).cuda(), mesh, **options)
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             most, expected = measured(net, ids, optimizer, num_microbatches)
             seen.add(expected)
-            if abs(most / expected - 1) > 0.03:
+            if abs(most / expected - 1) > 0.02:
                 faults.append(f"{name}, {num_microbatches} microbatches: {most:,} bytes, not {expected:,}")
     assert not faults and len(seen) > 8, "\n".join(faults)
     after = []

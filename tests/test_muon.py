@@ -39,23 +39,23 @@ class Net(nn.Module):
         self.output = nn.Linear(COLUMNS, 10, bias=False)
 
 
-def built(axes):
+def built(axes, device="cpu"):
     """(sharded, the same whole, mesh): the axes are "tp", "gtp", "dps" and "dpr"; "egtp" where it is not gtp."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(Net())
+        models.append(Net().to(device))
     model, whole = models
     axes, egtp = dict(axes), axes.get("egtp")
     axes.pop("egtp", None)
-    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
     if "tp" in axes:
         plan = {f"linears.{n}": ColwiseParallel() if n % 2 else RowwiseParallel() for n in range(len(DIMS))}
         parallelize_module(model, mesh["tp"], plan)
     replicas = of_experts = replica_options(mesh)
     expert_mesh = mesh["gtp"]
     if egtp is not None:
-        grid = init_device_mesh("cpu", (mesh.size() // egtp, egtp), mesh_dim_names=("dps", "egtp"))
+        grid = init_device_mesh(device, (mesh.size() // egtp, egtp), mesh_dim_names=("dps", "egtp"))
         of_experts, expert_mesh = replica_options(grid), grid["egtp"]
     style = GTPStyle(GTPConfig(), is_expert=True, modules=["experts"], num_data_ranks=2, min_numel=30, **of_experts)
     parallelize_module(model, expert_mesh, style)
@@ -67,7 +67,7 @@ def give_gradients(model, whole, step, scale=1.0):
     """The same logical gradients to both."""
     generator = torch.Generator().manual_seed(step)
     for param, other in zip(model.parameters(), whole.parameters(), strict=True):
-        other.grad = scale * torch.randn(other.shape, generator=generator)
+        other.grad = scale * torch.randn(other.shape, generator=generator).to(other.device)
         if isinstance(param, DTensor):
             param.grad = distribute_tensor(other.grad.clone(), param.device_mesh, param.placements)
         else:
@@ -127,8 +127,8 @@ GRIDS = [
 ]
 
 
-def check(axes, algorithm, scale, num_steps=3):
-    model, whole, _ = built(axes)
+def check(axes, algorithm, scale, num_steps=3, device="cpu"):
+    model, whole, _ = built(axes, device)
     groups = muon_param_groups(model, row_layouts=LAYOUT)
     optimizer = Muon(groups, algorithm=algorithm, **settings_of(scale))
     reference = Reference(whole, **settings_of(scale))
@@ -153,6 +153,12 @@ def test_two_ranks_as_one_process(algorithm, scale):
 @pytest.mark.parametrize("algorithm", ["home_rank", slow("duplicated")])
 def test_four_ranks_as_one_process(axes, algorithm):
     check(axes, algorithm, MATCH_RMS)
+
+
+@ranks(4, device="cuda", timeout=240, group_timeout=120)
+@pytest.mark.parametrize("algorithm", ["home_rank", "duplicated"])
+def test_four_ranks_on_a_gpu(algorithm):
+    check({"gtp": 4, "egtp": 2}, algorithm, MATCH_RMS, device="cuda")
 
 
 @ranks(8)

@@ -24,13 +24,30 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("axes", [{"gtp": 4, "egtp": 2}, slow({"gtp": 2, "tp": 2})], ids=str)
 def test_three_steps_in_one_group(axes, name):
     """Dense and expert weights, whole and empty ones, those of tensor parallelism: on several meshes."""
-    model, whole, _ = built(axes)
+    check(axes, OPTIMIZERS[name])
+
+
+ON_GPU = {
+    "adamw capturable": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True, capturable=True),
+    "adamw fused and capturable": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True, capturable=True),
+    "adamw plain and capturable": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=False, capturable=True),
+}
+
+
+@ranks(4, device="cuda", timeout=240, group_timeout=120)
+@pytest.mark.parametrize("name", ["adamw foreach", *ON_GPU])
+def test_three_steps_on_a_gpu(name):
+    check({"gtp": 4, "egtp": 2}, (OPTIMIZERS | ON_GPU)[name], "cuda")
+
+
+def check(axes, make, device="cpu"):
+    model, whole, _ = built(axes, device)
     meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
     three_rows = model.linears[1].weight
     assert (
         len(meshes) > 1 and three_rows.shape[0] == 3 and three_rows.placements[-1].is_shard(0)
     )  # none for the last rank
-    optimizer, reference = (OPTIMIZERS[name](list(one.parameters())) for one in (model, whole))
+    optimizer, reference = (make(list(one.parameters())) for one in (model, whole))
     for step in range(3):
         give_gradients(model, whole, step)
         optimizer.step()

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import gtp_dtensor.domain
 from gtp_dtensor import GTPConfig, GTPStyle, reset_stats, set_requires_gradient_sync, stats
 from gtp_dtensor.layout import RowCut
+from gtp_dtensor.transport import CollectiveTransport, choice
 from gtp_dtensor.transport.choice import Surroundings, reason_against
 from gtp_dtensor.transport.inbox import pieces_of
 from gtp_dtensor.transport.symmetric import SymmetricTransport
@@ -427,3 +428,34 @@ def test_what_cannot_be_served_is_refused_by_name(mesh):
         ValueError, match=r"'symmetric' on mesh axis 'gtp' of size 2: it needs CUDA devices.*'collective'"
     ):
         parallelize_module(nn.Linear(64, 64), mesh["gtp"], GTPStyle(GTPConfig(transport="symmetric")))
+
+
+@ranks(2)
+@pytest.mark.parametrize("fails_on", [None, 1])
+def test_auto_is_symmetric_where_all_ranks_can(mesh, rank, fails_on):
+    """And collective where sharing memory fails on one of them, which the others cannot know."""
+    built = []
+
+    def build(*args):
+        if rank == fails_on:
+            raise RuntimeError("pidfd_getfd: Operation not permitted\nand where that came from")
+        built.append(args)
+        return "symmetric"
+
+    with (
+        mock.patch.object(choice, "_reason_against", lambda *args, **options: None),
+        mock.patch.object(choice, "_symmetric", build),
+        mock.patch.object(choice.logger, "info") as info,
+    ):
+        found = choice.choose_transport("auto", mesh, torch.device("cpu"), "gtp")
+    assert len(built) == (rank != fails_on)
+    if fails_on is None:
+        assert found == "symmetric"
+    else:
+        assert type(found) is CollectiveTransport
+    assert info.call_count == (rank == 0)
+    if rank == 0:
+        text, *values = info.call_args.args
+        message = text % tuple(values)
+        assert ("rank 1 could not share memory: pidfd_getfd: Operation not permitted" in message) is (fails_on == 1)
+        assert "mesh axis 'gtp' of size 2: transport 'auto' is" in message and "where that" not in message

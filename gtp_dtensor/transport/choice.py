@@ -75,22 +75,42 @@ def choose_transport(requested: str, mesh: DeviceMesh, device: torch.device, nam
     reason = _reason_against(
         group, device, may_share=requested == "symmetric" and os.environ.get(_SHARES_DEVICES) == "1"
     )
-    if reason is None and requested == "auto":
-        reason = "symmetric memory would serve it and has not been measured over NVLink yet; 'symmetric' asks for it"
     if reason is not None and requested == "symmetric":
         raise ValueError(
             f"GTPConfig.transport='symmetric' on {where}: {reason}; set it to 'auto' or 'collective', or lay the axis "
             "over GPUs of one NVLink domain"
         )
-    if reason is not None:
-        if group.rank() == 0:
-            logger.info("GTP: %s: transport 'auto' is collectives: %s", where, reason)
-        return CollectiveTransport(group, device, name)
+    if reason is None:
+        if requested == "symmetric":
+            transport = _symmetric(group, device, name, axis)
+        else:
+            transport, reason = _symmetric_if_all_can(group, device, name, axis)
     if group.rank() == 0:
-        logger.info("GTP: %s: transport is symmetric memory, by copy engine", where)
+        what = "symmetric memory, by copy engine" if reason is None else f"collectives: {reason}"
+        logger.info("GTP: %s: transport %s is %s", where, f"'{requested}'", what)
+    return transport if reason is None else CollectiveTransport(group, device, name)
+
+
+def _symmetric(group: dist.ProcessGroup, device: torch.device, name: str, axis: str) -> SymmetricTransport:
     from .cuda import CudaFabric
 
     return SymmetricTransport(group, device, name, CudaFabric(device), axis)
+
+
+def _symmetric_if_all_can(
+    group: dist.ProcessGroup, device: torch.device, name: str, axis: str
+) -> tuple[SymmetricTransport | None, str | None]:
+    """(the transport, None), or where sharing memory fails on some rank, as in containers that forbid it, (None, the
+    reason): on all ranks alike."""
+    transport = error = None
+    try:
+        transport = _symmetric(group, device, name, axis)
+    except RuntimeError as failure:
+        error = str(failure).partition("\n")[0]
+    errors: list = [None] * group.size()
+    dist.all_gather_object(errors, error, group=group)
+    rank = next((rank for rank, found in enumerate(errors) if found is not None), None)
+    return (transport, None) if rank is None else (None, f"rank {rank} could not share memory: {errors[rank]}")
 
 
 def _reason_against(group: dist.ProcessGroup, device: torch.device, may_share: bool) -> str | None:

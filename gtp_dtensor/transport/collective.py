@@ -49,6 +49,9 @@ class _Enqueued:
             torch.cuda.current_stream().wait_event(self._event)
 
 
+_NOTHING = _Enqueued(None)
+
+
 class Transfer:
     """One collective in flight, with the tensors it reads and writes, which must outlive it.
 
@@ -83,7 +86,7 @@ class Transfer:
         home = self._home
         if home is not None and home != current_stream(home[1]):
             self._hand_back()
-        self.tensors = ()
+        self.tensors, self._work = (), _NOTHING  # NCCL's handle holds what the collective wrote
 
     def abandon(self) -> None:
         """:meth:`release`, by who holds this and dies: perhaps nobody waited, and a GPU's stream has to be told before

@@ -87,6 +87,20 @@ class WireFormat(ABC):
         """
         return amax
 
+    @property
+    def scales_like(self) -> tuple | None:
+        """Equal for formats whose :meth:`scales` are; None: there are none. With scales, :meth:`quantize` is told them as
+        Amax.SCALE, there is one view of one part, :meth:`quantize_many` makes it, and MATRIX is all that it asks for."""
+        return None
+
+    def scales(self, amaxes: torch.Tensor) -> torch.Tensor:
+        """Of each of a tensor of largest absolute values, float32, by itself: that is how all weights' are made at once."""
+        raise NotImplementedError
+
+    def quantize_many(self, rows: list[torch.Tensor], scales: list[torch.Tensor], codes: list[torch.Tensor]) -> None:
+        """:meth:`quantize` for several weights, each into its part of ``codes``."""
+        raise NotImplementedError
+
     @abstractmethod
     def quantize(self, rows: torch.Tensor, amax: dict[Amax, torch.Tensor]) -> dict[View, Parts]:
         """Parts of all views.

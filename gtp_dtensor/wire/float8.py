@@ -14,6 +14,7 @@ from torchao.quantization.quant_primitives import (
 )
 
 from .base import Amax, Parts, View, WireFormat, as_bytes, resized
+from .dequantizing import divide_in_one_kernel, divide_plainly, has_kernel
 
 _E4M3 = torch.float8_e4m3fn
 _BLOCK = 128
@@ -36,8 +37,9 @@ class ScaledFloat8(WireFormat):
 
     def dequantize(self, view, parts, shape, amax, dtype) -> torch.Tensor:
         codes, scale = self.codes_and_scale(view, parts, amax)
-        # Codes are exact in each dtype; they are divided in float32, in place, and rounded once.
-        return codes.to(dtype).div_(scale)
+        if codes.is_cuda and scale.shape[-2:] == (1, 1) and has_kernel(codes.device):
+            return divide_in_one_kernel(codes, scale, dtype)
+        return divide_plainly(codes, scale, dtype)
 
 
 class Float8Matrix(ScaledFloat8):
@@ -48,11 +50,25 @@ class Float8Matrix(ScaledFloat8):
     def __init__(self, power_of_2: bool = False) -> None:
         self.power_of_2 = power_of_2
 
+    def scales(self, amaxes: torch.Tensor) -> torch.Tensor:
+        return amax_to_scale(amaxes, _E4M3, self.power_of_2)
+
+    @property
+    def scales_like(self) -> tuple:
+        return Float8Matrix, self.power_of_2
+
     def _scale(self, amax: dict[Amax, torch.Tensor]) -> torch.Tensor:
-        return amax_to_scale(amax[Amax.MATRIX], _E4M3, self.power_of_2)
+        return amax[Amax.SCALE] if Amax.SCALE in amax else self.scales(amax[Amax.MATRIX])
 
     def part_shapes(self, view: View, shape: torch.Size) -> tuple[torch.Size, ...]:
         return (shape,)
+
+    def quantize_many(self, rows: list[torch.Tensor], scales: list[torch.Tensor], codes: list[torch.Tensor]) -> None:
+        scaled = torch._foreach_mul(rows, scales)
+        most = torch.finfo(_E4M3).max
+        torch._foreach_clamp_min_(scaled, -most)
+        torch._foreach_clamp_max_(scaled, most)
+        torch._foreach_copy_([part.view(_E4M3) for part in codes], scaled)
 
     def quantize(self, rows: torch.Tensor, amax: dict[Amax, torch.Tensor]) -> dict[View, Parts]:
         return {View.ROWS: (_codes(rows, self._scale(amax)),)}

@@ -216,7 +216,7 @@ def meta_stands_for_gpu(recorder: Recorder | None = None) -> Iterator[None]:
         (F, "scaled_dot_product_attention", _attention),
         (torch, "histc", _balanced_counts(torch.histc)),
     )
-    if "gtp_dtensor.wire.mx_linear" in sys.modules or "gtp_dtensor.wire.grouped_linear" in sys.modules:
+    if any(f"gtp_dtensor.wire.{name}" in sys.modules for name in ("float8", "mx_linear", "grouped_linear")):
         from .quantized_gemms import replaced_methods  # which imports torchao
 
         replaced += replaced_methods(recorder)

@@ -48,11 +48,18 @@ class Stack(nn.Module):
         return x
 
 
-def shard_stack(model: nn.Module, mesh: DeviceMesh, wire_format: str, look_ahead: int, transport: str) -> None:
-    """Under GTP: float32 parameters, computation in bfloat16, gradients reduced in float32."""
+def shard_stack(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    wire_format: str,
+    look_ahead: int,
+    transport: str,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> None:
+    """Under GTP, computing in bfloat16."""
     config = GTPConfig(
         param_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
+        reduce_dtype=reduce_dtype,
         look_ahead=look_ahead,
         transport=transport,
         wire_format=wire_format,
