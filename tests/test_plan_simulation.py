@@ -61,6 +61,9 @@ def test_what_a_kernel_covers_is_not_exposed(cluster):
 def test_collectives_share_a_link_and_follow_each_other_on_a_stream(cluster):
     shared = [send(1, 2, "gathers"), send(2, 2, "reductions"), Wait(1), Wait(2)]
     assert simulate(cluster, shared).seconds == pytest.approx(4e-3)
+    unequal = [send(1, 1, "gathers"), send(2, 3, "reductions"), Wait(1), Mark("first"), Wait(2)]
+    timeline = simulate(cluster, unequal)
+    assert timeline.marks["first"] == pytest.approx(2e-3) and timeline.seconds == pytest.approx(4e-3)
     timeline = simulate(cluster, [send(1, 2), send(2, 2), Wait(1), gemm(1), Wait(2)])
     assert timeline.seconds == pytest.approx(4e-3)
     ends = [end for span in timeline.spans if span.stream == "gathers" for end in (span.start, span.end)]

@@ -68,7 +68,7 @@ def draw_timeline(plt, plan: Plan, title: str):
     streams = ["compute", *dict.fromkeys(span.stream for span in spans if span.stream != "compute")]
     turn = max((at for name, at in plan.timeline.marks.items() if name.startswith("backward")), default=end / 3)
     window = end / 60
-    figure, axes = plt.subplots(3, 1, figsize=(12, 2.4 + 1.2 * len(streams)))
+    figure, axes = plt.subplots(3, 1, figsize=(12, 2 + 0.9 * len(streams)))
     for axis, (first, last) in zip(
         axes, ((0, end), (turn / 2, turn / 2 + window), ((turn + end) / 2, (turn + end) / 2 + window))
     ):
@@ -80,7 +80,9 @@ def draw_timeline(plt, plan: Plan, title: str):
         axis.set_ylim(len(streams) - 0.5, -0.5)
     num = sum(name.startswith("forward") for name in plan.timeline.marks)
     of = "" if plan.num_microbatches <= num else f", {num} of its {plan.num_microbatches} microbatches"
-    axes[0].set_title(f"{title}: a step of {plan.arrangement}{of} (blue: kernels, red: exposed communication)")
+    axes[0].set_title(
+        f"{title}: a step of {plan.arrangement}{of} (blue: kernels, red: exposed communication)", fontsize=9
+    )
     axes[-1].set_xlabel("seconds")
     return figure
 
@@ -142,5 +144,5 @@ def draw_memory(plt, ranking: Ranking, arrangement: Arrangement, title: str):
     axis.axhline(memory_limit(ranking.cluster) / 1e9, color="gray", linewidth=0.8)
     axis.set_xticks(places, [str(plan.arrangement.gtp) for plan in plans])
     axis.set(xlabel="GTP", ylabel="memory at the peak, GB", title=f"{title}: {arrangement} with other GTP sizes")
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, bbox_to_anchor=(1, 1), loc="upper left")
     return figure
