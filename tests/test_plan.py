@@ -318,13 +318,13 @@ def test_arrangements_are_ranked_and_explained(cluster):
 def test_charts_are_drawn(tmp_path, cluster):
     from titan_integration.plan import charts
 
+    if importlib.util.find_spec("matplotlib") is None:
+        with pytest.raises(ImportError, match="pip install matplotlib"):
+            charts.draw(None, None, None, tmp_path)
+        return
     config = job(*gtp(gtp=4), *FUSED)
     ranking = search(config, cluster, 8, Choices(tp=(1,), gtp=(2, 4), pp=(1,)))
     best = make_plan(config, cluster, 8, ranking.plans[0].arrangement, keeps_timeline=True)
-    if importlib.util.find_spec("matplotlib") is None:
-        with pytest.raises(ImportError, match="pip install matplotlib"):
-            charts.draw(config, ranking, best, tmp_path)
-        return
     paths = charts.draw(config, ranking, best, tmp_path)
     assert [path.name for path in paths] == ["timeline.png", "weak_scaling.png", "memory.png"]
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in paths)
@@ -417,6 +417,7 @@ def test_calibration_reports_what_is_missing(tmp_path, cluster):
     assert [one.contestant for one in read_rows(file)] == ["gtp"]
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_the_recorded_stack_is_the_one_that_runs(mesh):
     """Gathers, reductions and their bytes of bench.py's model, on two real ranks."""
