@@ -14,9 +14,12 @@ from .api import (
     stats,
     time_next_step,
 )
+from .block_graphs import GraphedBlocks, graph_blocks
 from .checkpoint import CheckedFileSystemReader, CheckedLoadPlanner
 from .config import GTPConfig
 from .experts import grouped_linear
+from .graph_checks import GraphError
+from .graphs import GraphedStep, graph_step
 from .init import logical_init
 from .memory import GTPMemory, MemoryRow, memory_table
 from .optim import Muon, clip_grad_norm_, count_zero_grads, muon_param_groups
@@ -29,6 +32,9 @@ __all__ = [
     "GTPMemory",
     "GTPStats",
     "GTPStyle",
+    "GraphError",
+    "GraphedBlocks",
+    "GraphedStep",
     "MemoryRow",
     "Muon",
     "ScheduleRow",
@@ -36,6 +42,8 @@ __all__ = [
     "clip_grad_norm_",
     "count_zero_grads",
     "finalize_grads",
+    "graph_blocks",
+    "graph_step",
     "grouped_linear",
     "logical_init",
     "materialized",

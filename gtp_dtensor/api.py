@@ -141,6 +141,7 @@ def stats(model: nn.Module) -> GTPStats:
     runtimes = model_runtimes(model)
     result.symmetric_bytes = sum(transport.num_bytes for transport in {runtime.transport for runtime in runtimes})
     for runtime in runtimes:
+        runtime.enter_tallies()
         for field in fields(runtime.counters):
             setattr(result, field.name, getattr(result, field.name) + getattr(runtime.counters, field.name))
         result.num_pending += runtime.reducer.num_pending

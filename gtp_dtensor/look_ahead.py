@@ -165,6 +165,11 @@ class LookAhead:
         self._is_planned = False
         self._wants_times = False
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the next steps are to be timed."""
+        return self._wants_times or self._plans and not self._is_planned
+
     def time_next_step(self) -> None:
         """Take the times of the next whole step."""
         self._wants_times = True

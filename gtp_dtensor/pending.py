@@ -86,6 +86,10 @@ class PendingSum:
         """The model dies while this is in flight."""
         self._transfer.abandon()
 
+    def discard(self) -> None:
+        """It was part of a capture that failed."""
+        self._transfer.discard()
+
 
 class PendingParts:
     """The same where all ranks' parts of the rows are coming, to be summed here in float32.
@@ -158,6 +162,10 @@ class PendingParts:
         """See :meth:`PendingSum.abandon`."""
         self._transfer.abandon()
 
+    def discard(self) -> None:
+        """See :meth:`PendingSum.discard`."""
+        self._transfer.discard()
+
 
 class PendingPush:
     """The same where each rank's rows are written into its memory by its peers, and summed by a kernel that is enqueued
@@ -208,6 +216,11 @@ class PendingPush:
         """See :meth:`PendingSum.abandon`."""
         self._ticket.release()  # before the memory that it reads and writes is used for something else
 
+    def discard(self) -> None:
+        """See :meth:`PendingSum.discard`."""
+        self._ticket.discard()
+        self._grad = self._total = None
+
 
 Pending = PendingSum | PendingParts | PendingPush
 
@@ -244,6 +257,11 @@ class Stage:
         """Wait for all, and let go of what they brought."""
         while self.in_flight:
             self.in_flight.popleft().release()
+
+    def discard(self) -> None:
+        """All were part of a capture that failed."""
+        while self.in_flight:
+            self.in_flight.popleft().discard()
 
     def __del__(self) -> None:
         for reduction in self.in_flight:

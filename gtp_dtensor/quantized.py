@@ -137,12 +137,13 @@ class QuantizedShard:
             place[dim] = place.get(dim, 0) + first
         return place
 
-    def begin(self, slots: dict[Amax, torch.Tensor], weight: ShardedWeight) -> None:
-        """``slots`` hold what is known of the whole weight; its parts are rewritten next."""
+    def begin(self, slots: dict[Amax, torch.Tensor], weight: ShardedWeight) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """``slots`` hold what is known of the whole weight; its parts are rewritten next. Returns what has to be copied before
+        that, (destinations, sources)."""
         before = self.amax if self._generation == weight.generation else {}
         self._generation = weight.generation
-        self.amax = self.wire.complete(slots, before, weight.owner)
         weight.counters.num_quantizations += 1
+        return self._remember(self.wire.complete(slots, before, weight.owner))
 
     def places(self, weight: ShardedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """(float32 rows, their scale, where their codes go) where the rows stay on this rank and go where those of the
@@ -179,6 +180,18 @@ class QuantizedShard:
                 rows = cut.unpack(gathered)
                 self._quantize_rows(runtime.transport.move_rows(rows, weight.cut, self.cut))
                 transfer.release()
+
+    def _remember(self, amax: dict[Amax, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Make ``amax`` what is known of the whole weight, in the memory of before: CUDA graphs read and rewrite it there."""
+        pairs, known, self.amax = [], self.amax, {}
+        for key, value in amax.items():
+            mine = known.get(key)
+            if mine is None or mine.shape != value.shape or mine.device != value.device:
+                mine = value  # as it lies there: some formats' GEMMs want entries aligned
+            elif mine is not value:
+                pairs.append((mine, value))
+            self.amax[key] = mine
+        return pairs
 
     def _replicas_hold_whole_blocks(self, weight: ShardedWeight) -> bool:
         cut = weight.replica_cut
@@ -292,27 +305,36 @@ class FiniteCheck:
     """Whether weights held finite values when they were quantized.
 
     Args:
-        finite: int (weights,), 0 where not, on any device; copied without stopping the host.
         fqns: of these weights.
         format_name: how they travel.
     """
 
-    def __init__(self, finite: torch.Tensor, fqns: list[str], format_name: str) -> None:
+    def __init__(self, fqns: tuple[str, ...], format_name: str) -> None:
         self._fqns, self._format_name = fqns, format_name
-        self._copied = None
-        if finite.is_cuda:
-            self._finite = torch.empty_like(finite, device="cpu", pin_memory=True)
-            self._finite.copy_(finite, non_blocking=True)
-            self._copied = torch.cuda.current_stream(finite.device).record_event()
-        else:
+        self._finite: torch.Tensor | None = None  # on the host
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, finite: torch.Tensor, is_captured: bool) -> None:
+        """``finite``: int (weights,), 0 where not. From a GPU it is copied without stopping the host; where that is a part of
+        a CUDA graph, nobody knows when it happens."""
+        if not finite.is_cuda:
             self._finite = finite
+            return
+        if self._finite is None:
+            self._finite = torch.ones_like(finite, device="cpu", pin_memory=True)
+        self._finite.copy_(finite, non_blocking=True)
+        self._copied = None if is_captured else torch.cuda.current_stream(finite.device).record_event()
 
     def raise_if_not(self) -> None:
-        """Raise ``RuntimeError`` that names those that did not, on all ranks alike."""
+        """Raise ``RuntimeError`` that names those that did not, on all ranks alike (after replays of a CUDA graph: of
+        those that have come to it)."""
         if self._copied is not None:
             self._copied.synchronize()  # of a step ago
+        if self._finite is None:
+            return
         bad = [fqn for fqn, is_finite in zip(self._fqns, self._finite.tolist()) if not is_finite]
         if bad:
+            self._finite.fill_(1)  # told once
             raise RuntimeError(
                 f"{', '.join(bad)}: the weight holds NaN or infinity, and its scale, as {self._format_name} travels, would "
                 "spread that over others; load or initialise finite values, or skip optimizer steps whose gradients are not "
@@ -395,21 +417,27 @@ def _check_finite(
         dist.all_reduce(finite, dist.ReduceOp.MIN, group=group)
     if finite.is_meta:  # no values
         return
-    check = FiniteCheck(finite, [weight.fqn for weight in weights], weights[0].quantized.wire.name)
-    if finite.is_cuda:  # without stopping the host: told before the next quantization
-        earlier, weights[0].runtime.finite_check = weights[0].runtime.finite_check, check
-        if earlier is not None:
-            earlier.raise_if_not()
-    else:
+    runtime = weights[0].runtime
+    is_captured = runtime.transport.is_capturing
+    if finite.is_cuda and not is_captured:  # without stopping the host: told before the next quantization
+        runtime.check_finite()
+    fqns = tuple(weight.fqn for weight in weights)
+    check = runtime.finite_checks.get(fqns)
+    if check is None:
+        check = runtime.finite_checks[fqns] = FiniteCheck(fqns, weights[0].quantized.wire.name)
+    check.take(finite, is_captured)
+    if not finite.is_cuda:
         check.raise_if_not()
 
 
 def _quantize(slots: dict[ShardedWeight, dict[Amax, torch.Tensor]]) -> None:
     """Rewrite the parts of all, those whose format can do several at once in batches that need little memory."""
     batches: dict[tuple, list[tuple]] = {}
-    for weight, own in slots.items():
+    pairs = [pair for weight, own in slots.items() for pair in weight.quantized.begin(own, weight)]
+    if pairs:
+        torch._foreach_copy_([mine for mine, _ in pairs], [value for _, value in pairs])
+    for weight in slots:
         shard = weight.quantized
-        shard.begin(own, weight)
         places = shard.places(weight)
         if places is None:
             shard.quantize(weight)

@@ -77,8 +77,8 @@ class Reducer:
         self._over_shards = domain.shard_transport
         self._over_copies = domain.replicate_transport
         self._most_pending = runtime.config.graph_wgrad_ring_size - 1
-        self._has_replicas = self._over_shards is not None or self._over_copies is not None
-        self.pending = Stage(self._to_replicas if self._has_replicas else self._accumulate)  # over gtp
+        self.has_replicas = self._over_shards is not None or self._over_copies is not None
+        self.pending = Stage(self._to_replicas if self.has_replicas else self._accumulate)  # over gtp
         self._in_flight = self.pending.in_flight
         self._to_shards = Stage(self._accumulate if self._over_copies is None else self._from_shards)
         self._to_copies = Stage(self._from_copies)
@@ -251,7 +251,7 @@ class Reducer:
         counters.reduce_bytes += grad.nbytes
         scale, adds = 1.0, False
         total = None
-        if not (returned or self._has_replicas):
+        if not (returned or self.has_replicas):
             total, adds = _room_in_grad(param)
         is_in_grad = total is not None
         if is_in_grad:
@@ -336,6 +336,12 @@ class Reducer:
             local, owes_tp_sum = small.local_grad(grad)
             self.small[key] = _sum_of(small, self.small.get(key), (param, local, owes_tp_sum))
 
+    def add_small(self, small: SmallParam, grad: SmallGrad) -> None:
+        """:meth:`collect` of what it collected in a capture."""
+        key = small, id(grad[0])
+        with plain_ops():
+            self.small[key] = _sum_of(small, self.small.get(key), grad)
+
     def reduce_now(self, small: SmallParam, param: nn.Parameter, grad: torch.Tensor) -> DTensor:
         """The reduced gradient of one use, for a parameter whose gradient autograd itself wants."""
         with plain_ops():
@@ -419,6 +425,12 @@ class Reducer:
             )
         for stage in self._stages:
             stage.drop()
+        self.small, self.kept_back, self.small_kept_back = {}, {}, {}
+
+    def discard(self) -> None:
+        """What is under way was part of a capture that failed: nothing of it ran."""
+        for stage in self._stages:
+            stage.discard()
         self.small, self.kept_back, self.small_kept_back = {}, {}, {}
 
 

@@ -17,7 +17,7 @@ import torch
 
 from .checks import check_peers
 from .config import GTPConfig
-from .counters import RuntimeCounters
+from .counters import RuntimeCounters, Tally
 from .domain import Domain
 from .look_ahead import LookAhead, UseTimer
 from .modes import in_backward, plain_ops
@@ -29,6 +29,7 @@ from .steps import watch_optimizers
 from .weight import Lease, ShardedWeight
 
 if TYPE_CHECKING:
+    from .graph_capture import Captured
     from .members import RootState
 
 
@@ -65,6 +66,8 @@ class Runtime:
         self.schedule = Schedule()
         self.reducer = Reducer(self)
         self.counters = RuntimeCounters()
+        self.tallies: list[Tally] = []  # of CUDA graphs
+        self.captured: Captured | None = None  # by the capture that goes on
         # Members are held by their root and by the modules that own them; never by us, or nothing would be freed.
         self.weights: list[weakref.ref[ShardedWeight]] = []
         self.smalls: list[weakref.ref[SmallParam]] = []
@@ -73,7 +76,7 @@ class Runtime:
         self._largest_bytes = 0
         self._depth = 0  # of the root's forward, outside backwards
         self._starts_pass = False  # the next use is the first of a pass
-        self.finite_check: FiniteCheck | None = None  # of the last quantization, on its way to the host
+        self.finite_checks: dict[tuple[str, ...], FiniteCheck] = {}  # of the last quantizations, by their weights
         self.is_compiled = False  # compiled code uses our weights
         self.has_optimizer = False  # an optimizer stepped on our weights
         self._mispredictions_pruned = 0
@@ -227,6 +230,8 @@ class Runtime:
     def end_backward(self, task: int) -> None:
         """A backward ended. Where it was a part of another (reentrant checkpointing), the other one drains."""
         self._backwards.pop(task, None)
+        if self.captured is not None and self.captured.weights is not None:
+            return  # a part of one is captured
         if any(end() is not None for end in self._backwards.values()):
             return
         self.finalize(self.syncs_gradients)
@@ -242,6 +247,11 @@ class Runtime:
             self.enter()  # drops the reductions of a backward that raised
         self.reducer.drain(syncs_gradients)
         self.free_unused_leases(but_for_forward=True)
+
+    def forget_passes(self) -> None:
+        """What began will not end."""
+        self._backwards.clear()
+        self._depth, self._starts_pass = 0, False
 
     def _void(self) -> None:
         self.reducer.void()
@@ -349,6 +359,8 @@ class Runtime:
         replicas, then a gather for each over that axis, awaited when the weight is used (with symmetric memory: here)."""
         with plain_ops():
             stale = [weight for weight in self.live_weights() if weight.compute_shard is None]
+            if self.captured is not None:
+                self.captured.refreshed.update(stale)
             num_fences = self.transport.num_fences
             with self.transport.rewriting(stale):
                 quantized = [weight for weight in stale if weight.quantized is not None]
@@ -362,6 +374,11 @@ class Runtime:
                         weight.collect_pieces()
             self.counters.num_fences += self.transport.num_fences - num_fences
             self.counters.num_refreshes += sum(weight.is_copied for weight in stale)
+
+    def check_finite(self) -> None:
+        """Raise where weights held NaN or infinity when they were quantized, as far as that is known by now."""
+        for check in self.finite_checks.values():
+            check.raise_if_not()
 
     # ---- looking ahead
 
@@ -394,6 +411,9 @@ class Runtime:
                     return
             weight = self.weights[index]()
             if weight is None:
+                return
+            captured = self.captured
+            if captured is not None and captured.weights is not None and weight not in captured.weights:
                 return
             if weight.next_lease is None and (kind is not _BACKWARD or weight.kept_lease is None):
                 # A write that one rank alone made must be noticed before the gather, or it would gather again at the
@@ -465,32 +485,14 @@ class Runtime:
                 ):
                     self.drop(lease)
 
+    def enter_tallies(self) -> None:
+        """Bring replays of CUDA graphs into the counters."""
+        for tally in self.tallies:
+            tally.enter()
+
     def reset_counters(self) -> None:
         """All to zero; the peak of gathered bytes starts at what is gathered now."""
+        self.enter_tallies()
         live = self.counters.live_lease_bytes
         self.counters = RuntimeCounters(live_lease_bytes=live, peak_lease_bytes=live)
         self._mispredictions_pruned = 0
-
-    # ---- optimizers
-
-    def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether ``optimizer`` has parameters of ours."""
-        mine = {id(member.param) for member in (*self.live_weights(), *self.live_smalls())}
-        return any(id(param) in mine for group in optimizer.param_groups for param in group["params"])
-
-    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` has stepped."""
-        by_id = {id(weight.param): weight for weight in self.live_weights()}
-        stepped = [by_id[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in by_id]
-        if not stepped:
-            return
-        for weight in stepped:
-            if weight.param.grad is not None:
-                weight.count_write()
-        # All but frozen ones: an optimizer may have been given fewer parameters on a rank whose shards are empty.
-        for weight in self.live_weights():
-            if weight.param.requires_grad or weight.param.grad is not None:
-                weight.mark_changed()
-        self.has_optimizer = True
-        if self.schedule.mark_step():
-            self.look_ahead.after_step()

@@ -9,6 +9,7 @@ boundary has to be declared, and a wrong guess costs time, never correctness.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -71,6 +72,15 @@ def block_distance(
             if num_blocks == 0:
                 return ahead + 1
     return 1
+
+
+def role_of_fqn(fqn: str) -> str:
+    """What a weight is in its block: its name without the block's number ("layers.*.moe.experts.w1")."""
+    segments = fqn.split(".")
+    place = next((place for place, segment in enumerate(segments) if segment.isdigit()), None)
+    if place is not None:
+        segments[place] = "*"
+    return ".".join(segments)
 
 
 class Schedule:
@@ -197,6 +207,16 @@ class Schedule:
     def period_aheads(self) -> list[int | None]:
         """The plan at each use of :meth:`period`."""
         return [None if self._aheads is None else self._aheads[place] for place in self._period()]
+
+    # ---- steps that never ran
+
+    def state(self) -> dict[str, object]:
+        """What :meth:`restore` takes back, as it is now."""
+        return {name: copy.copy(value) for name, value in self.__dict__.items()}
+
+    def restore(self, state: dict[str, object]) -> None:
+        """Forget what happened since ``state``, of which nothing ran."""
+        self.__dict__.update(state)
 
     def _index(self) -> None:
         """Bring the chains of occurrences up to date."""

@@ -35,7 +35,7 @@ from .counters import WeightCounters
 from .layout import WeightLayout
 from .modes import is_plain, own_ops
 from .quantized import QuantizedShard
-from .schedule import IN_BACKWARD, Kind
+from .schedule import IN_BACKWARD, Kind, role_of_fqn
 from .transport import Transfer
 from .wire import Parts, View, WireFormat
 
@@ -158,6 +158,16 @@ class Lease:
         self._buffer = None
         self.weight.runtime.counters.live_lease_bytes -= self.num_bytes
 
+    def settle(self) -> None:
+        """It was gathered in a capture that has joined all streams: its end is no stream's business any more."""
+        self._transfer.discard()
+
+    def discard(self) -> None:
+        """It was part of a capture that failed: end it without a word to any stream."""
+        if self.state is not _ENDED:
+            self._transfer.discard()
+            self.weight.runtime.drop(self)
+
     def __del__(self) -> None:
         # A lease of the general path is held by the graph node that saved the gathered tensor, and ends with it. One in
         # flight dies with its model.
@@ -198,7 +208,7 @@ class ShardedWeight:
         self.runtime = runtime
         self.index = index
         self.fqn = fqn
-        self.role = role_of(fqn)
+        self.role = role_of_fqn(fqn)
         self.param = param
         self.spec: DTensorSpec = param._spec
         self.layout = layout
@@ -418,6 +428,12 @@ class ShardedWeight:
             self._shard_rows().copy_(cut.unpack(rows))
         pieces.release()
 
+    def discard_pieces(self) -> None:
+        """They were part of a capture that failed."""
+        pieces, self._pieces, self._piece = self._pieces, None, None
+        if pieces is not None:
+            pieces.discard()
+
     def check_copy(self) -> None:
         """Debug check (``check_param_states``): the compute shard still holds the parameter's values."""
         local = self.param._local_tensor
@@ -477,13 +493,7 @@ class ShardedWeight:
             buffer = shard.new_empty(*self.buffer_shape)  # parsed faster than one argument
             transfer = transport.all_gather(buffer, shard, self.cut.dim)
         counters.gather_bytes += num_bytes
-        return Lease(self, kind, buffer, transfer, prefetched, view)
-
-
-def role_of(fqn: str) -> str:
-    """What a weight is in its block: its name without the block's number ("layers.*.moe.experts.w1")."""
-    segments = fqn.split(".")
-    place = next((place for place, segment in enumerate(segments) if segment.isdigit()), None)
-    if place is not None:
-        segments[place] = "*"
-    return ".".join(segments)
+        lease = Lease(self, kind, buffer, transfer, prefetched, view)
+        if self.runtime.captured is not None:
+            self.runtime.captured.leases.append(weakref.ref(lease))
+        return lease

@@ -13,7 +13,8 @@ run faster on zeros); ranks that share a GPU tell correctness and host time.
 
 Behind a contestant's name, each after a "+", may stand what it does otherwise: "compiled" (each block, for each size
 anew; "graphs" and "breaks" are what dynamo counted), "params16" (parameters and gradients in bfloat16), "reduce16"
-(gradients travel in bfloat16, else in float32), for gtp a transport or a wire format ("gtp+symmetric+fp8"), for
+(gradients travel in bfloat16, else in float32), for gtp a transport or a wire format ("gtp+symmetric+fp8"),
+"step" (the step is a CUDA graph) or "block" (each block is two), for
 fsdp_block "prefetch" (the next two blocks are gathered, as told by FSDP2's setters) and "symm" (its gathers in NCCL's
 symmetric memory, by copy engine where NCCL_CTA_POLICY=2 is set).
 
@@ -46,12 +47,13 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from gtp_dtensor import reset_stats, stats
+from gtp_dtensor import GraphedStep, graph_blocks, graph_step, reset_stats, stats
 from gtp_dtensor.config import WIRE_FORMATS
 from titan_integration.plan.stack import Stack, shard_stack
 
 CONTESTANTS = ("none", "fsdp_block", "fsdp_linear", "gtp")
 COMPILED, PARAMS16, REDUCE16, PREFETCH, SYMM = "compiled", "params16", "reduce16", "prefetch", "symm"
+STEP_GRAPH, BLOCK_GRAPHS = "step", "block"
 TRANSPORTS = ("collective", "symmetric")
 
 
@@ -113,6 +115,17 @@ def shard_by_fsdp(
             block.set_symm_mem_for_comm()
 
 
+def attach_graphs(contestant: str, model: nn.Module) -> None:
+    """CUDA graphs, where the contestant has any, for the size that comes; those of the size before are freed."""
+    before = model.__dict__.pop("graphs", None)
+    if before is not None:
+        before.release()
+    if STEP_GRAPH in contestant.split("+"):
+        model.__dict__["graphs"] = graph_step(lambda x, grad: model(x).backward(grad), model)
+    elif BLOCK_GRAPHS in contestant.split("+"):
+        model.__dict__["graphs"] = graph_blocks(model, ["blocks.*"])
+
+
 @dataclass
 class Row:
     """One line of the table. Times are milliseconds, memory is GiB, host_us_per_use microseconds."""
@@ -169,8 +182,12 @@ def one_step(model: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> tuple[flo
         param.grad = None
     if x.is_cuda:
         torch.cuda.synchronize()
+    graphs = model.__dict__.get("graphs")
     start = time.perf_counter()
-    model(x).backward(grad)
+    if isinstance(graphs, GraphedStep):
+        graphs(x, grad)
+    else:
+        model(x).backward(grad)
     enqueued = time.perf_counter()
     if x.is_cuda:
         torch.cuda.synchronize()
@@ -182,6 +199,7 @@ def host_seconds(
 ) -> tuple[float, float]:
     """(median until a step is enqueued, median of what that is more than without sharding), in turns."""
     models = [build(name, args, mesh, device) for name in ("none", contestant)]
+    attach_graphs(contestant, models[1])
     batch = random_batch(args.host_tokens, args, device)
     rounds = [[one_step(model, *batch)[1] for model in models] for _ in range(args.warmup + args.host_steps)]
     del models, rounds[: args.warmup]
@@ -204,7 +222,9 @@ def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: tor
     model = build(contestant, args, mesh, device)
     rows = []
     for tokens in args.tokens:
+        attach_graphs(contestant, model)
         peaks = measure_memory(model, tokens, args, device)
+        attach_graphs(contestant, model)
         reset_stats(model)
         step_s = measure(model, tokens, args, device)
         gathers = stats(model)
@@ -366,7 +386,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--host-steps", type=int, default=40, help="steps of which host time is the median")
     parser.add_argument("--warmup", type=int, default=3)
     features = {name: [COMPILED] if name == "none" else [COMPILED, PARAMS16, REDUCE16] for name in CONTESTANTS}
-    features["gtp"] += [*TRANSPORTS, *WIRE_FORMATS]
+    features["gtp"] += [*TRANSPORTS, *WIRE_FORMATS, STEP_GRAPH, BLOCK_GRAPHS]
     features["fsdp_block"] += [PREFETCH, SYMM]
     add_contestants_option(parser, CONTESTANTS, features)
     parser.add_argument("--out", type=Path, default=None, help="folder for bench.json and bench.png")

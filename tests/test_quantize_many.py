@@ -11,6 +11,7 @@ from torchao.float8.float8_utils import amax_to_scale
 
 import gtp_dtensor.quantized
 from gtp_dtensor import GTPConfig, GTPStyle, refresh, stats
+from gtp_dtensor.wire import Amax
 from gtp_dtensor.wire.dequantizing import divide_in_one_kernel, divide_plainly
 from gtp_dtensor.wire.float8 import Float8Matrix
 from tests.harness import ranks
@@ -77,6 +78,22 @@ def test_codes_of_each_step(rank, device, most_bytes, monkeypatch):
                     linear.weight.mul_(0.1 if step % 2 else 30.0)
             refresh(model)
     assert stats(model).num_quantizations == 5 * 4
+
+
+@ranks(2)
+def test_what_is_known_of_a_weight_stays_where_it_is(mesh):
+    """For graphs; and as far apart as the format made it, for GEMMs."""
+    model = Weights([64])
+    parallelize_module(model, mesh, GTPStyle(GTPConfig(wire_format="fp8"), min_numel=1))
+    shard = sharded_weight(model.linears[0]).quantized
+    for value in (1.0, 2.0):
+        entries = torch.full((3, 1, 4), value)[..., :1]
+        for mine, new in shard._remember({Amax.SCALE: entries}):
+            mine.copy_(new)
+        known = shard.amax[Amax.SCALE]
+        if value == 1.0:
+            address = known.data_ptr()
+        assert (known == value).all() and known.stride() == (4, 4, 1) and known.data_ptr() == address
 
 
 @ranks(2, device=("cpu", "cuda"), timeout=120, group_timeout=60)

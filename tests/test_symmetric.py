@@ -19,7 +19,7 @@ from gtp_dtensor.transport import CollectiveTransport, choice
 from gtp_dtensor.transport.choice import Surroundings, reason_against
 from gtp_dtensor.transport.inbox import pieces_of
 from gtp_dtensor.transport.symmetric import SymmetricTransport
-from gtp_dtensor.transport.watchdog import Watchdog
+from gtp_dtensor.transport.watchdog import NUM_KINDS, Watchdog
 from tests.harness import count_collectives, ranks
 from tests.models import MLP
 from tests.moe import MoEModel
@@ -360,7 +360,7 @@ def test_a_peer_that_does_not_come_ends_the_wait(mesh, rank, world_size, where):
 
 def test_the_watchdog_lets_go_of_what_is_over():
     class Fabric:
-        progress, message = [0, 0, 0, 0], None
+        progress, message = [0] * NUM_KINDS, None
 
         def abort(self, message):
             self.message = message

@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_integration import cpu
@@ -18,6 +19,7 @@ cpu.install()  # before the first import of torchtitan
 from torchtitan.config import ConfigManager
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 
+import titan_integration.dims
 from titan_integration.context_parallel import check_context_parallel
 from titan_integration.dims import GTPParallelDims
 from titan_integration.parallelize import check_tensor_parallel
@@ -218,3 +220,27 @@ def test_each_switch_of_float32_sums_is_a_key_of_its_own(tmp_path):
         config = gtp_config(ConfigManager().parse_args([f"--job.config_file={file}"]))
         on = {name for name, value in vars(config).items() if name.endswith("fp32_accumulation") and value}
         assert on == {key}
+
+
+@pytest.mark.parametrize("rank_of_64", [0], indirect=True)
+def test_axes_of_high_priority(rank_of_64, monkeypatch):
+    """Options of a communicator go to the axes that are named and have one."""
+    config = types.SimpleNamespace(gtp=types.SimpleNamespace(high_priority_stream_groups=["gtp_remat", "tp", "pp"]))
+    names = titan_integration.dims.high_priority_axes(config)
+    assert names == ("gtp", "tp", "pp")
+    given = []
+
+    def options():
+        given.append(len(given))
+        return "fake", None  # in place of NCCL's
+
+    monkeypatch.setattr(titan_integration.dims, "device_type", "cuda")
+    monkeypatch.setattr(titan_integration.dims, "_high_priority", options)
+    monkeypatch.setattr(
+        titan_integration.dims, "init_device_mesh", lambda kind, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)
+    )
+    dims(64, dp_shard=4, gtp=4, tp=4, high_priority=names).build_mesh()
+    assert len(given) == 2  # gtp and tp; of pp there is one rank
+    config.gtp.high_priority_stream_groups = ["gpt"]
+    with pytest.raises(ValueError, match="no axis 'gpt'; use some of tp, ep"):
+        titan_integration.dims.high_priority_axes(config)

@@ -124,14 +124,23 @@ class ThreadFabric:
         cells = [ctypes.c_int32.from_address(word) for word in words]
         progress, stop = self.progress, self._stop
 
-        def take(number: int) -> None:
+        def take(number: int | None) -> None:
             for cell in cells:
                 stop.until(lambda cell=cell: cell.value == value)
             for cell in cells:
                 cell.value = 1 - value
-            progress[kind] = number
+            if number is not None:
+                progress[kind] = number
 
         return lambda lane, number: self._do(lane, lambda: take(number))
+
+    def pass_mark(self, lane: int, kind: int, number: int) -> None:
+        progress = self.progress
+
+        def mark() -> None:
+            progress[kind] = number
+
+        self._do(lane, mark)
 
     def sum(self, lane: int, job) -> None:
         self.calls["sum"] += 1

@@ -62,6 +62,9 @@ def _probed_train(trainer: GTPTrainer) -> None:
         for name, value in dataclasses.asdict(stats(part)).items():
             counters[name] = counters.get(name, 0) + value
     found = {"groups": groups, "stats": counters, "changed": trainer.changed}
+    graphs = trainer._blocks if trainer._graph is None else trainer._graph._graphed
+    if graphs is not None:
+        found["num_replays"] = graphs.num_replays
     Path(trainer.job_config.job.dump_folder, f"probe_{dist.get_rank()}.json").write_text(json.dumps(found))
 
 

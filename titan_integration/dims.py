@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
@@ -23,6 +24,27 @@ _KEYS = {
 _DP_SHARD = "parallelism.data_parallel_shard_degree"
 _SHARDS = "[gtp] tensor_parallel_num_weight_shards"
 _EXPERT_SHARDS = "[gtp] expert_tensor_parallel_num_weight_shards"
+
+
+# Axes with communicators, and what the specification calls two of them. Gathers and reductions over gtp, egtp and the
+# replicas have communicators of the library's own, with high priority always.
+_URGENT = ("tp", "ep", "etp", "pp", "cp", "batch", "gtp", "egtp", "dp_replicate", "optimizer_shard", "expert_optimizer_shard")
+_ALIASES = {"gtp_remat": "gtp", "expt_gtp_remat": "egtp"}
+
+
+def high_priority_axes(job_config) -> tuple[str, ...]:
+    """`[gtp] high_priority_stream_groups`, by the names of axes. Raises ValueError for one that does not exist."""
+    names = [_ALIASES.get(name, name) for name in job_config.gtp.high_priority_stream_groups]
+    for name in names:
+        if name not in _URGENT:
+            raise ValueError(
+                f"[gtp] high_priority_stream_groups: no axis {name!r}; use some of {', '.join((*_URGENT, *_ALIASES))}"
+            )
+    return tuple(names)
+
+
+def _high_priority():
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
 def _divisors(number: int) -> str:
@@ -52,11 +74,13 @@ class GTPParallelDims(ParallelDims):
         gtp: ranks that share a TP slice of each weight.
         egtp: ranks that share an EP x ETP slice of each routed expert. Independent of `gtp`.
         has_experts: whether the model has routed experts; without them their axes get no process groups.
+        high_priority: axes whose communicators run on streams of high priority, where they are NCCL's.
     """
 
     gtp: int = 1
     egtp: int = 1
     has_experts: bool = False
+    high_priority: tuple[str, ...] = ()
 
     @classmethod
     def from_job_config(cls, job_config, world_size: int, has_experts: bool = False) -> GTPParallelDims:
@@ -74,6 +98,7 @@ class GTPParallelDims(ParallelDims):
             gtp=sizes.gtp,
             egtp=sizes.egtp,
             has_experts=has_experts,
+            high_priority=high_priority_axes(job_config),
         )
 
     @property
@@ -202,7 +227,10 @@ class GTPParallelDims(ParallelDims):
 
         def view(with_group: tuple[str, ...], **sizes: int) -> DeviceMesh:
             fake = {name: "fake" for name, size in sizes.items() if size == 1 or name not in with_group}
-            return world._unflatten(0, tuple(sizes.values()), tuple(sizes), backend_override=fake)
+            urgent = {}
+            if device_type == "cuda":
+                urgent = {name: _high_priority() for name in sizes if name in self.high_priority and name not in fake}
+            return world._unflatten(0, tuple(sizes.values()), tuple(sizes), backend_override={**fake, **urgent})
 
         cp, tp = self.cp, self.tp
         outside = {"pp": self.pp, "dp_replicate": self.dp_replicate}

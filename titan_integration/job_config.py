@@ -102,6 +102,26 @@ class Gtp:
     with activation checkpointing "full" (by TransformerEngine, with GTP on) or "none".
     """
 
+    cuda_graph: str = "off"
+    """
+    "step": each training step, from the first forward to the optimizer, is one CUDA graph, captured after two steps; for
+    small batches, where the host is the limit. Needs a fused Adam or AdamW, and activation_checkpoint.preserve_rng_state =
+    false. "block": each module of cuda_graph_modules is two, one for its forward and one for its backward; what is between
+    stays eager, dispatch to experts for one. "off": none.
+    """
+
+    cuda_graph_modules: list[str] = field(default_factory=lambda: ["layers.*"])
+    """
+    FQN patterns of what is graphed with cuda_graph = "block". In models with experts on several ranks, name what is before and
+    beside them: ["layers.*.attention", "layers.*.moe.shared_experts"].
+    """
+
+    high_priority_stream_groups: list[str] = field(default_factory=list)
+    """
+    Axes of torchtitan's, such as ["tp", "ep"], whose NCCL communicators run on streams of high priority, which graphs keep.
+    Gathers and reductions of GTP do always. Where GTP is off, or there is no CUDA device, it changes nothing.
+    """
+
     skip_nonfinite_steps: bool = False
     """
     Skip the update of a step whose global gradient norm is not finite: parameters, optimizer state (step counters

@@ -16,7 +16,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module, device_type
 
-from gtp_dtensor import finalize_grads, schedule_table, set_requires_gradient_sync
+from gtp_dtensor import GraphedBlocks, finalize_grads, schedule_table, set_requires_gradient_sync
 from titan_integration import cpu
 from titan_integration.checkpoint import GTPCheckpointManager, check_checkpoint
 from titan_integration.context_parallel import check_context_parallel
@@ -26,6 +26,7 @@ from titan_integration.experts import check_experts, drop_token_counts
 from titan_integration.families import families
 from titan_integration.float8 import converters_by_us
 from titan_integration.gradients import clip_exactly, correct_scale, write_whole_gradients
+from titan_integration.graphs import StepGraph, check_cuda_graph, graphed_blocks
 from titan_integration.settings import check_gtp_job, describe, describe_gathers, gtp_config
 from titan_integration.transformer_engine import check_linear_backend
 
@@ -59,11 +60,17 @@ class GTPTrainer(titan_train.Trainer):
         self._num_microbatches = 0
         self._skips_step = False
         self._num_skipped_steps = 0
+        self._graph: StepGraph | None = None
+        self._blocks: GraphedBlocks | None = None
         with self._checkpoints_by_us(), converters_by_us():
             super().__init__(job_config)
         if job_config.gtp.skip_nonfinite_steps:
             self._make_skippable(self.optimizers)
             self._make_skippable(self.lr_schedulers)
+        if job_config.gtp.cuda_graph == "step":
+            self._graph = StepGraph(self)
+        elif job_config.gtp.cuda_graph == "block":
+            self._blocks = graphed_blocks(self)
         set_timeouts(timedelta(seconds=job_config.comm.init_timeout_seconds))
         config = gtp_config(job_config) if self.parallel_dims.gtp_enabled else None
         if dist.get_rank() == 0:
@@ -90,6 +97,7 @@ class GTPTrainer(titan_train.Trainer):
             check_gtp_job(job_config)
             check_experts(job_config, num_experts)
             gtp_config(job_config)
+        check_cuda_graph(job_config, gtp_enabled=dims.gtp_enabled)
         check_linear_backend(job_config)
         check_checkpoint(job_config.checkpoint)
         flavor = None if family is None else family.flavors.get(job_config.model.flavor)
@@ -135,7 +143,10 @@ class GTPTrainer(titan_train.Trainer):
         return super().batch_generator(data_iterable)
 
     def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> torch.Tensor:
-        """One microbatch, forward and backward; returns its loss sum over the global number of tokens."""
+        """One microbatch, forward and backward; returns its loss sum over the global number of tokens. With a step graph, it
+        is computed when the step is."""
+        if self._graph is not None and not self._graph.is_running:
+            return self._graph.collect(input_dict, labels, global_valid_tokens)
         self._num_global_tokens = global_valid_tokens
         self._num_microbatches += 1
         # A pipeline's microbatches are within its schedule, so there the replicas reduce after it, before clipping.
@@ -148,7 +159,7 @@ class GTPTrainer(titan_train.Trainer):
 
     def train_step(self, data_iterator) -> None:
         """One optimizer step."""
-        self._num_microbatches = 0
+        self.begin_microbatches()
         with self._clipping_by_us():
             super().train_step(data_iterator)
         if not self._timeouts_tightened:
@@ -156,13 +167,19 @@ class GTPTrainer(titan_train.Trainer):
             self._timeouts_tightened = True
             set_timeouts(timedelta(seconds=self.job_config.comm.train_timeout_seconds))
 
+    def begin_microbatches(self) -> None:
+        """The microbatches of a step are counted from here."""
+        self._num_microbatches = 0
+
     @contextmanager
     def _clipping_by_us(self):
         """torchtitan's `train_step` looks its clipping function up in a module; it finds ours while in here."""
         titan_clip = dist_utils.clip_grad_norm_
 
         def clip(parameters, max_norm, norm_type=2.0, **kwargs) -> torch.Tensor:
-            self._complete_gradients()
+            if self._graph is not None:
+                return self._graph.run(max_norm, norm_type)
+            self.complete_gradients()
             if self.parallel_dims.gtp_enabled or self.job_config.training.exact_grad_norm:
                 norm = clip_exactly(parameters, max_norm, self.parallel_dims.get_optional_mesh("pp"), norm_type)
             else:
@@ -176,7 +193,7 @@ class GTPTrainer(titan_train.Trainer):
         finally:
             dist_utils.clip_grad_norm_ = titan_clip
 
-    def _complete_gradients(self) -> None:
+    def complete_gradients(self) -> None:
         """Brings the gradients of all microbatches into `.grad`, rightly scaled; writes them down if the job asks."""
         if self.parallel_dims.gtp_enabled:
             for model in self.model_parts:
@@ -216,7 +233,10 @@ class GTPTrainer(titan_train.Trainer):
         self._ended_well = True
 
     def close(self) -> None:
-        """Closes writers. After a training that ended well, waits for all ranks: Gloo aborts if one leaves early."""
+        """Closes writers, frees graphs. After a training that ended well, waits for all ranks: Gloo aborts if one leaves early."""
         super().close()
+        for graphs in (self._graph, self._blocks):
+            if graphs is not None:
+                graphs.release()
         if self._ended_well and dist.is_initialized():
             dist.barrier(device_ids=[device_module.current_device()] if device_type != "cpu" else None)

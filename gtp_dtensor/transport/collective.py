@@ -94,6 +94,10 @@ class Transfer:
         if self._home is not None:
             self.release()
 
+    def discard(self) -> None:
+        """It was part of a capture that is over, or failed: nobody may wait for it."""
+        self._is_done, self._home, self._work, self.tensors = True, None, _NOTHING, ()
+
     def _hand_back(self) -> None:
         """The home stream waits for the transfer and for the readers on this stream."""
         home = torch.cuda.Stream(*self._home)
@@ -114,10 +118,12 @@ class CollectiveTransport:
     Attributes:
         num_fences: around rewritten compute shards, so far.
         num_bytes: of memory that peers reach, beyond what torch's caching allocator knows.
+        is_capturing: what is issued now becomes part of a CUDA graph.
     """
 
     num_fences = 0
     num_bytes = 0
+    is_capturing = False
 
     def __init__(self, mesh_group: dist.ProcessGroup, device: torch.device, name: str, gathers: bool = True) -> None:
         self.device = device
@@ -137,6 +143,26 @@ class CollectiveTransport:
     def rewriting(self, weights: Sequence[ShardedWeight]) -> contextlib.AbstractContextManager:
         """Around the rewriting of these weights' compute shards, which nobody reads but in collectives."""
         return contextlib.nullcontext()
+
+    # ---- CUDA graphs. A communicator orders what a graph and eager code issue on it by itself.
+
+    def begin_capture(self) -> None:
+        """The current stream begins to capture, and nothing is in flight."""
+        self.is_capturing = True
+
+    def end_capture(self) -> None:
+        """The capture is about to end: side streams join the current one."""
+        self.is_capturing = False
+
+    def abandon_capture(self) -> None:
+        """The capture failed. No stream may be touched."""
+        self.is_capturing = False
+
+    def before_replay(self) -> None:
+        """What the current stream does next, a replay, comes after all that side streams were given."""
+
+    def after_replay(self) -> None:
+        """Side streams go on after the replay that the current stream was given."""
 
     def pushes(self, dtype: torch.dtype) -> bool:
         """Whether gradients that travel in ``dtype`` are reduced through memory of the peers."""

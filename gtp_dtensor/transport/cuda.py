@@ -222,11 +222,16 @@ class CudaFabric:
         jobs = (_MemOp * (2 * len(words) + 1))(*waits, *resets, _MemOp(_WRITE, 0, self._progress + 4 * kind))
         num, address, driver, last = len(jobs), ctypes.addressof(jobs), self._driver, jobs[len(jobs) - 1]
 
-        def take(lane: int, number: int, _jobs=jobs) -> None:
-            last.value = number
-            driver.check(driver.memory_operations(lane, num, address, 0), "waiting for signals")
+        def take(lane: int, number: int | None, _jobs=jobs) -> None:
+            last.value = number or 0
+            count = num - 1 if number is None else num
+            driver.check(driver.memory_operations(lane, count, address, 0), "waiting for signals")
 
         return take
+
+    def pass_mark(self, lane: int, kind: int, number: int) -> None:
+        job = _MemOp(_WRITE, 0, self._progress + 4 * kind, number)
+        self._driver.check(self._driver.memory_operations(lane, 1, ctypes.addressof(job), 0), "signals")
 
     def _wait_for(self, word: Address, value: int) -> _MemOp:
         return _MemOp(_WAIT, 0, word, value, _EQUAL)

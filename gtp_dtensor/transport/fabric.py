@@ -60,9 +60,12 @@ class Fabric(Protocol):
     def writer(self, words: Sequence[Address], value: int) -> Callable[[Lane], None]:
         """A function that writes ``value`` to all ``words`` after what the lane was given before."""
 
-    def taker(self, words: Sequence[Address], value: int, kind: int) -> Callable[[Lane, int], None]:
+    def taker(self, words: Sequence[Address], value: int, kind: int) -> Callable[[Lane, int | None], None]:
         """A function (lane, number): the lane waits until all ``words`` are ``value``, sets them to ``1 - value``, and
-        ``progress[kind]`` to ``number``."""
+        ``progress[kind]`` to ``number`` where there is one."""
+
+    def pass_mark(self, lane: Lane, kind: int, number: int) -> None:
+        """The lane sets ``progress[kind]`` to ``number`` after what it was given before."""
 
     def sum(self, lane: Lane, job: Sum) -> None: ...
 

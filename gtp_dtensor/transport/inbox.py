@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Slot:
-    """Memory for one piece of a gradient from each peer, with the signals that order who writes and who reads it."""
+    """Memory for one piece of a gradient from each peer, with the signals that order who writes and who reads it.
+
+    Attributes:
+        given: an event, after room was given under capture; ``is_captured``: whether in the capture that is going on.
+    """
 
     memory: torch.Tensor  # ours: one part for each peer
     at: dict[int, Address]  # where our part of each peer's slot begins
@@ -25,6 +29,8 @@ class Slot:
     tell: Callable[[Lane], None]
     take_parts: Callable[[Lane, str], None]
     give_room: Callable[[Lane], None]
+    given: Any
+    is_captured: bool = False
 
 
 class Inbox:
@@ -41,6 +47,11 @@ class Inbox:
         slot = self._slots[self._count % len(self._slots)]
         self._count += 1
         return slot
+
+    def begin_capture(self) -> None:
+        """Events of another capture mean nothing to this one."""
+        for slot in self._slots:
+            slot.is_captured = False
 
 
 @dataclass(slots=True)

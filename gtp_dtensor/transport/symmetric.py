@@ -18,6 +18,15 @@
     all streams of a device share one hardware queue. It rests on all ranks running the same program: a rank that alone
     rewrites its shards waits for the others until the watchdog ends it.
 
+    In a CUDA graph the host's order is gone, and any order that agrees with the graph's edges may be the queue's. So under
+    capture there is an edge from each signal to the wait for the peers' signals of that place, also where streams do not
+    need one: from telling of parts to waiting for parts, and from giving room in a slot to waiting for room in it.
+
+[Note: replays]
+    A graph begins with all side streams waiting for the one that captures, and ends with that one waiting for them. What
+    runs before a replay is ordered before it the same way, and what runs after it after. Words are as they were before when
+    a replay ends. The watchdog knows replays, not the waits in them.
+
 Signals are words of shared memory, 0 or 1: one side waits for a value and sets the other one, in eager code and under
 capture alike. The streams of one rank are ordered by events, never by words only.
 """
@@ -36,7 +45,7 @@ import torch.distributed as dist
 from .collective import CollectiveTransport, group_timeout
 from .fabric import Address, Fabric, Lane, Shared, Sum
 from .inbox import Inbox, Piece, Slot, pieces_of, place_at
-from .watchdog import Watchdog
+from .watchdog import NUM_KINDS, Watchdog
 
 if TYPE_CHECKING:
     from ..weight import ShardedWeight
@@ -90,6 +99,12 @@ class PeerReads:
             self._transport.free_events.append(self._ready)
             self._ready = None
 
+    def discard(self) -> None:
+        """See :meth:`~.collective.Transfer.discard`."""
+        if self._ready is not None:
+            self._transport.free_events.append(self._ready)
+            self._ready, self.tensors = None, ()
+
 
 class Ticket:
     """A reduction in flight."""
@@ -113,6 +128,12 @@ class Ticket:
             self._transport.free_events.append(self._done)
             self._done = None
 
+    def discard(self) -> None:
+        """See :meth:`~.collective.Transfer.discard`."""
+        if self._done is not None:
+            self._transport.free_events.append(self._done)
+            self._done = None
+
 
 class Take:
     """Waits for words of all peers, as the watchdog knows it."""
@@ -121,12 +142,22 @@ class Take:
         self.words, self.value, self.what = words, value, what
         self._kind, self._expect = kind, transport.watchdog.expect
         self._run = transport.fabric.taker(words, value, kind)
+        self._transport = weakref.ref(transport)
 
     def __call__(self, lane: Lane, detail: str = "") -> None:
-        self._run(lane, self._expect(self._kind, self, detail))
+        is_captured = self._transport().is_capturing
+        self._run(lane, None if is_captured else self._expect(self._kind, self, detail))
 
 
-_READING, _REWRITING, _ROOM, _PARTS = range(4)  # kinds of waits, each in the order of one stream
+class Replay:
+    """A replay of a CUDA graph, as the watchdog knows it."""
+
+    words: tuple[Address, ...] = ()
+    value, what = 0, "for a replay of a CUDA graph, with all waits in it, to end"
+
+
+# Kinds of waits, each in the order of one stream.
+_READING, _REWRITING, _ROOM, _PARTS, _REPLAYS = range(NUM_KINDS)
 
 
 class SymmetricTransport(CollectiveTransport):
@@ -166,6 +197,11 @@ class SymmetricTransport(CollectiveTransport):
         return sum(self._memory.values())
 
     def _share(self, num_bytes: int) -> Shared:
+        if self.is_capturing:
+            raise RuntimeError(
+                f"mesh axis '{self.axis}': memory that peers reach has to be made before a capture: the captured step uses a "
+                "weight that the steps before it did not use"
+            )
         shared = self.fabric.share(self.mesh_group, num_bytes)
         self._memory[shared] = num_bytes
         return shared
@@ -192,8 +228,8 @@ class SymmetricTransport(CollectiveTransport):
         timeout = group_timeout(self.mesh_group, self.device)
         return None if timeout is None else timeout.total_seconds()
 
-    def _describe(self, take: Take, detail: str, seconds: float) -> str:
-        values = self.fabric.read(take.words)
+    def _describe(self, take: Take | Replay, detail: str, seconds: float) -> str:
+        values = self.fabric.read(take.words) if take.words else None
         peers = self._peers if values is None else [p for p, v in zip(self._peers, values) if v != take.value]
         ranks = dist.get_process_group_ranks(self.mesh_group)
         missing = ", ".join(str(ranks[peer]) for peer in peers)
@@ -202,6 +238,45 @@ class SymmetricTransport(CollectiveTransport):
             f"time-out of the process group, {take.what}{detail and ' of '}{detail}; no signal came from rank(s) "
             f"{missing}: they died, are late, or run another program (parameters written or refreshed on some ranks only)"
         )
+
+    # ---- CUDA graphs, see [Note: replays]
+
+    def _fork(self) -> None:
+        """What the lanes are given next comes after what the current stream was given so far."""
+        fabric = self.fabric
+        fabric.record(self._issued, fabric.current())
+        for lane in (fabric.copying, fabric.pushing, fabric.summing):
+            fabric.wait(lane, self._issued)
+
+    def _join(self) -> None:
+        """What the current stream is given next comes after what the lanes were given so far."""
+        fabric = self.fabric
+        now = fabric.current()
+        for lane in (fabric.copying, fabric.pushing, fabric.summing):
+            fabric.record(self._issued, lane)
+            fabric.wait(now, self._issued)
+
+    def begin_capture(self) -> None:
+        """See :meth:`CollectiveTransport.begin_capture`."""
+        self._fork()
+        self.is_capturing = True
+        if self._inbox is not None:
+            self._inbox.begin_capture()
+
+    def end_capture(self) -> None:
+        """See :meth:`CollectiveTransport.end_capture`."""
+        self._join()
+        self.is_capturing = False
+
+    def before_replay(self) -> None:
+        """See :meth:`CollectiveTransport.before_replay`."""
+        self._join()
+
+    def after_replay(self) -> None:
+        """See :meth:`CollectiveTransport.after_replay`."""
+        fabric = self.fabric
+        fabric.pass_mark(fabric.current(), _REPLAYS, self.watchdog.expect(_REPLAYS, Replay, ""))
+        self._fork()
 
     # ---- gathers
 
@@ -340,6 +415,8 @@ class SymmetricTransport(CollectiveTransport):
         base = grad.data_ptr()
         for piece in pieces:
             slot = inbox.next_slot()
+            if self.is_capturing and slot.is_captured:
+                fabric.wait(fabric.pushing, slot.given)
             slot.take_room(fabric.pushing, weight.fqn)
             for peer in self._peers:
                 start, width = piece.parts[peer]
@@ -350,9 +427,15 @@ class SymmetricTransport(CollectiveTransport):
                     source, pitch = base + start * itemsize, piece.run_stride * itemsize
                     fabric.copy_rows(slot.at[peer], width, source, pitch, width, piece.num_runs, fabric.pushing)
             slot.tell(fabric.pushing)
+            if self.is_capturing:  # see [Note: why this cannot lock up]
+                fabric.record(self._issued, fabric.pushing)
+                fabric.wait(fabric.summing, self._issued)
             slot.take_parts(fabric.summing, weight.fqn)
             self._sum_piece(piece, slot, grad, out, scale, adds)
             slot.give_room(fabric.summing)
+            if self.is_capturing:
+                fabric.record(slot.given, fabric.summing)
+                slot.is_captured = True
         fabric.record(done, fabric.pushing)
         fabric.wait(fabric.summing, done)
         fabric.record(done, fabric.summing)
@@ -400,7 +483,8 @@ class SymmetricTransport(CollectiveTransport):
         give_room, take_room = self._signals(3 + 2 * number, 0, _ROOM, "for room in inboxes, for the gradient")
         start = number * slot_bytes
         at = {p: shared.ptrs[p] + start + place_at(p, self.rank) * part_bytes for p in self._peers}
-        return Slot(shared.tensor[start : start + slot_bytes], at, take_room, tell, take_parts, give_room)
+        memory = shared.tensor[start : start + slot_bytes]
+        return Slot(memory, at, take_room, tell, take_parts, give_room, self._new_event())
 
 
 def _view(memory: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gtp_dtensor.weight import role_of
+from gtp_dtensor.schedule import role_of_fqn
 
 from .cluster import Cluster
 from .device import fake_world
@@ -223,7 +223,7 @@ def by_role(exposed: Counter) -> Counter:
     """Summed over the layers: (role of the weight, kind) -> seconds."""
     found: Counter = Counter()
     for (weight, kind), seconds in exposed.items():
-        found[role_of(weight) if weight else "", kind] += seconds
+        found[role_of_fqn(weight) if weight else "", kind] += seconds
     return found
 
 
