@@ -266,6 +266,8 @@ def warnings(plan: Plan, job_config, hidden: int) -> list[str]:
             "weights saves more memory than recomputing their activations does, so leave them out of checkpointing "
             "where the memory allows it."
         )
+    if getattr(job_config.gtp, "cuda_graph", "off") != "off":
+        lines.append("Warning: [gtp] cuda_graph is on; the host is planned as in eager.")
     if job_config.compile.enable:
         lines.append("Warning: [compile] is on; kernels are planned one by one, as in eager.")
     return lines
