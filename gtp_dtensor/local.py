@@ -72,7 +72,7 @@ def linear_on_tp(x: DTensor, tp: TPLayout, compute: Callable[[torch.Tensor, bool
 
 
 def linear_weight_grad(grad_rows: torch.Tensor, x_rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """grad_rows^T x_rows, (out, in). On a GPU it leaves the GEMM's float32 accumulator in ``dtype`` where that is
+    """grad_rows^T x_rows, (out, in). On a GPU (which a meta tensor stands for) it leaves the GEMM's float32 accumulator in ``dtype`` where that is
     float32 (no rounding to 16 bits and no kernel that converts); elsewhere it has the dtype of its factors. Factors on a
     mesh give a product on it."""
     if type(x_rows) is type(grad_rows) is torch.Tensor:
@@ -100,7 +100,7 @@ _WEIGHT_GRAD_PLACEMENTS = {
 
 
 def _local_weight_grad(grad_rows: torch.Tensor, x_rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if dtype is torch.float32 and x_rows.is_cuda:
+    if dtype is torch.float32 and (x_rows.is_cuda or x_rows.is_meta):
         if x_rows.dtype is grad_rows.dtype and x_rows.dtype in (torch.bfloat16, torch.float16):
             return torch.mm(grad_rows.t(), x_rows, out_dtype=dtype)
     return torch.mm(grad_rows.t(), x_rows)

@@ -214,7 +214,7 @@ def _gradient_bytes(weight: ShardedWeight) -> tuple[int, int]:
     """Of an unsharded gradient: (while it is made and started on its way, while it travels), with where its rows arrive."""
     runtime, itemsize = weight.runtime, weight.reduce_dtype.itemsize
     computed = weight.tp_local_shape.numel() * itemsize
-    on_gpu = runtime.domain.device.type == "cuda"
+    on_gpu = runtime.domain.device.type == "cuda" or weight.param.is_meta
     if not (on_gpu and weight.reduce_dtype is torch.float32) and weight.reduce_dtype != weight.compute_dtype:
         made = weight.tp_local_shape.numel() * weight.compute_dtype.itemsize  # and then converted
     else:

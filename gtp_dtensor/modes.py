@@ -7,13 +7,31 @@ from collections.abc import Iterator
 
 import torch
 from torch.autograd import _profiler_enabled
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from .schedule import Kind
 
 _NOTHING = contextlib.nullcontext()
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_inference, _is_grad_enabled = torch.is_inference_mode_enabled, torch.is_grad_enabled
+
+
+class Observer(TorchDispatchMode):
+    """A dispatch mode that sees the library's own operators too, which are hidden from all others, and is told what for."""
+
+    def begin(self, what: str, fqn: str, kind: Kind | None) -> None:
+        """Operators until :meth:`end` are the library's, for weight ``fqn``: its "gather" for a use of ``kind``, say."""
+
+    def end(self) -> None:
+        """See :meth:`begin`."""
+
+
+def _observers() -> list[Observer]:
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Observer)]
 
 
 def is_plain() -> bool:
@@ -37,7 +55,10 @@ def plain_ops() -> contextlib.AbstractContextManager:
 def _leave_modes() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if _num_dispatch_modes():
+            observers = _observers()
             stack.enter_context(_disable_current_modes())
+            for observer in observers:
+                stack.enter_context(observer)
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
@@ -46,6 +67,8 @@ def _leave_modes() -> Iterator[None]:
 
 def own_ops(fqn: str, what: str, kind: Kind | None = None) -> contextlib.AbstractContextManager:
     """:func:`plain_ops`, as a range ``gtp::[kind] what fqn`` in the trace of a running profiler."""
+    if _num_dispatch_modes() and (observers := _observers()):
+        return _observed(observers, what, fqn, kind)
     if not _profiler_enabled():
         return plain_ops()
     return _traced(f"gtp::{what} {fqn}" if kind is None else f"gtp::{kind.name.lower()} {what} {fqn}")
@@ -54,6 +77,15 @@ def own_ops(fqn: str, what: str, kind: Kind | None = None) -> contextlib.Abstrac
 @contextlib.contextmanager
 def _traced(name: str) -> Iterator[None]:
     with plain_ops(), torch.profiler.record_function(name):
+        yield
+
+
+@contextlib.contextmanager
+def _observed(observers: list[Observer], what: str, fqn: str, kind: Kind | None) -> Iterator[None]:
+    with plain_ops(), contextlib.ExitStack() as stack:
+        for observer in observers:
+            observer.begin(what, fqn, kind)
+            stack.callback(observer.end)
         yield
 
 

@@ -415,6 +415,8 @@ def _check_finite(
     finite = torch.stack([by_weight[weight] for weight in weights]).int()
     for group in dict.fromkeys(group for weight in weights for group in weight.quantized.slice_groups):
         dist.all_reduce(finite, dist.ReduceOp.MIN, group=group)
+    if finite.is_meta:  # no values
+        return
     runtime = weights[0].runtime
     is_captured = runtime.transport.is_capturing
     if finite.is_cuda and not is_captured:  # without stopping the host: told before the next quantization

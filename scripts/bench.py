@@ -41,58 +41,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 from fake_world import FakeWorld, use_fake_peers
 from shared_gpu import share_gpu
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 
-from gtp_dtensor import GraphedStep, GTPConfig, GTPStyle, graph_blocks, graph_step, reset_stats, stats
+from gtp_dtensor import GraphedStep, graph_blocks, graph_step, reset_stats, stats
 from gtp_dtensor.config import WIRE_FORMATS
+from titan_integration.plan.stack import Stack, shard_stack
 
 CONTESTANTS = ("none", "fsdp_block", "fsdp_linear", "gtp")
 COMPILED, PARAMS16, REDUCE16, PREFETCH, SYMM = "compiled", "params16", "reduce16", "prefetch", "symm"
 STEP_GRAPH, BLOCK_GRAPHS = "step", "block"
 TRANSPORTS = ("collective", "symmetric")
-
-
-class Block(nn.Module):
-    """One pre-norm Llama block. x (batch, tokens, dim) -> the same."""
-
-    def __init__(self, dim: int, ffn: int, num_heads: int, num_kv_heads: int) -> None:
-        super().__init__()
-        self.head_dim = dim // num_heads
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
-        self.wq = nn.Linear(dim, dim, bias=False)
-        self.wk = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(dim, dim, bias=False)
-        self.w1 = nn.Linear(dim, ffn, bias=False)
-        self.w3 = nn.Linear(dim, ffn, bias=False)
-        self.w2 = nn.Linear(ffn, dim, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.attention_norm(x)
-        q, k, v = (w(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.wo(h.transpose(1, 2).flatten(2))
-        h = self.ffn_norm(x)
-        return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
-
-
-class Stack(nn.Module):
-    """The blocks, one after the other."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(args.dim, args.ffn, args.heads, args.kv_heads) for _ in range(args.layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def compile_blocks(model: Stack) -> None:
@@ -106,7 +68,7 @@ def build(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: t
     unsharded floor has bfloat16 parameters."""
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = Stack(args)
+        model = Stack(args.layers, args.dim, args.ffn, args.heads, args.kv_heads)
     contestant, *features = contestant.split("+")
     compiled = COMPILED in features
     if compiled and contestant != "gtp":
@@ -115,15 +77,9 @@ def build(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: t
         model = model.bfloat16()
     reduce_dtype = torch.bfloat16 if REDUCE16 in features else torch.float32
     if contestant == "gtp":
-        config = GTPConfig(
-            param_dtype=torch.bfloat16,
-            reduce_dtype=reduce_dtype,
-            look_ahead=args.look_ahead,
-            transport=next((name for name in features if name in TRANSPORTS), args.transport),
-            wire_format=next((name for name in features if name in WIRE_FORMATS), "auto"),
-            calculate_per_token_loss=True,
-        )
-        parallelize_module(model, mesh, GTPStyle(config), src_data_rank=None)
+        transport = next((name for name in features if name in TRANSPORTS), args.transport)
+        wire_format = next((name for name in features if name in WIRE_FORMATS), "auto")
+        shard_stack(model, mesh, wire_format, args.look_ahead, transport, reduce_dtype)
         if compiled:
             compile_blocks(model)
     elif contestant.startswith("fsdp"):
@@ -447,6 +403,7 @@ def main() -> None:
     args = parse_args()
     options = {**vars(args), "out": None, "trace": None}
     device = start(args)
+    options["num_ranks"] = dist.get_world_size()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("gtp",))
     rows = []
     for contestant in args.contestants:

@@ -76,6 +76,14 @@ def _deepseek_v3_flavors() -> dict[str, BaseModelArgs]:
         "n_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
     }  # fmt: skip
     return {
+        # About 280 billion parameters, a tenth of them active: see train_configs/weak_scaling_280b.toml.
+        "gtp_280B_proxy": deepseek_v3.DeepSeekV3ModelArgs(
+            vocab_size=131072, dim=5120, inter_dim=14336, moe_inter_dim=704, n_layers=48, n_dense_layers=0, n_heads=64,
+            moe_args=MoEArgs(
+                num_experts=512, num_shared_experts=4, top_k=22, score_func="sigmoid", route_norm=True, route_scale=2.5,
+                score_before_experts=False,
+            ),
+        ),
         "gtp_debug": deepseek_v3.DeepSeekV3ModelArgs(
             **small, moe_args=_debug_experts(8, top_k=2, score_func="softmax", score_before_experts=False)
         ),
