@@ -145,7 +145,9 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: torch.Tensor | None):
         if torch.is_grad_enabled():  # once_differentiable lets gradients that have no graph pass in silence
-            raise RuntimeError(f"{ctx.block.fqn}: create_graph=True cannot go through the graph of a block: release() the graphs")
+            raise RuntimeError(
+                f"{ctx.block.fqn}: create_graph=True cannot go through the graph of a block: release() the graphs"
+            )
         if engine_edges(ctx)[0] is Edge.UNUSED:
             raise RuntimeError(
                 f"{ctx.block.fqn}: gradients of some tensors only were asked for (torch.autograd.grad, inputs=), and the graph "
@@ -173,7 +175,9 @@ class _Block:
         self.output_trains: list[bool] = []
         self.awaited: Callable[[], _Pass | None] = lambda: None
         self.num_calls = self.place = 0
-        self.sample: tuple[list, Any, list[bool]] | None = None  # of a warm-up: leaves, their tree, which need gradients
+        self.sample: tuple[list, Any, list[bool]] | None = (
+            None  # of a warm-up: leaves, their tree, which need gradients
+        )
         self.is_captured = False
         self._kind: tuple | None = None
         self._told: set = set()
@@ -244,19 +248,26 @@ class _Block:
             raise GraphError(f"{self.fqn}: weights were frozen or thawed since the last pass: make its graphs anew")
         of_te = next((name for name, m in self.module.named_modules() if is_te(type(m))), None)
         if of_te is not None:
-            raise GraphError(f"{self.fqn}.{clean_fqn(of_te)}: modules of TransformerEngine cannot be graphed in blocks yet")
+            raise GraphError(
+                f"{self.fqn}.{clean_fqn(of_te)}: modules of TransformerEngine cannot be graphed in blocks yet"
+            )
         for name, param in self.module.named_parameters():
             fqn = f"{self.fqn}.{clean_fqn(name)}"
             if param.requires_grad and id(param) not in ours:
                 raise GraphError(f"{fqn}: a trained parameter that is not under GTP, in a block that is graphed")
             if wants_gradient_returned(param):
-                raise GraphError(f"{fqn}: a hook waits for its gradient, which a graphed block does not bring by: remove it")
+                raise GraphError(
+                    f"{fqn}: a hook waits for its gradient, which a graphed block does not bring by: remove it"
+                )
 
     def capture_forward(self, recorder: Recorder) -> None:
         """Within a capture of all blocks."""
         leaves, tree, trains = self.sample
         needs = iter(trains)
-        static = [torch.zeros_like(leaf).requires_grad_(next(needs)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        static = [
+            torch.zeros_like(leaf).requires_grad_(next(needs)) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
+        ]
         self._inputs = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]
         self._kind = _kind(static, tree)
         self._held = Held(self.module, ())
@@ -328,7 +339,9 @@ class _Block:
             if weight.num_writes != num_writes:
                 weight.refuse_changed()
         if [output._version for output in self.outputs] != made.versions:
-            raise RuntimeError(f"{self.fqn}: its output was modified in place, and is needed for its backward: clone it before")
+            raise RuntimeError(
+                f"{self.fqn}: its output was modified in place, and is needed for its backward: clone it before"
+            )
         for runtime in self._runtimes:
             runtime.enter()
             runtime.reducer.pending.receive()  # what is on its way into a gradient that may be moved now
@@ -384,9 +397,7 @@ class GraphedBlocks:
         is_captured: whether graphs are in use.
     """
 
-    def __init__(
-        self, model: nn.Module, modules: Sequence[str], *, recorder: Recorder, num_warmup_passes: int
-    ) -> None:
+    def __init__(self, model: nn.Module, modules: Sequence[str], *, recorder: Recorder, num_warmup_passes: int) -> None:
         if isinstance(num_warmup_passes, bool) or not isinstance(num_warmup_passes, int) or num_warmup_passes < 0:
             raise ValueError(f"graph_blocks(num_warmup_passes={num_warmup_passes!r}): must be an integer of at least 0")
         found = _outermost(model, modules)
@@ -397,7 +408,9 @@ class GraphedBlocks:
         self._reads = HostReads(model)
         self.runtimes = Runtimes(model, "graph_blocks")
         if not self.runtimes.all:
-            raise ValueError("graph_blocks: the model is not under GTP; torch.cuda.make_graphed_callables serves others")
+            raise ValueError(
+                "graph_blocks: the model is not under GTP; torch.cuda.make_graphed_callables serves others"
+            )
         self.num_replays = self.num_eager = 0
         self.is_captured = False
         self._schedules: list[dict] = []

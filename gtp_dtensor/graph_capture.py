@@ -169,9 +169,7 @@ class Runtimes:
                 weight.await_pieces()
 
     @contextlib.contextmanager
-    def capturing(
-        self, replay: RuntimesReplay, weights: Iterable[ShardedWeight] | None = None
-    ) -> Iterator[None]:
+    def capturing(self, replay: RuntimesReplay, weights: Iterable[ShardedWeight] | None = None) -> Iterator[None]:
         """Around the captured step, within the capture.
 
         Args:

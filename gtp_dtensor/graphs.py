@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from .graph_capture import CudaRecorder, Recorder, Runtimes, RuntimesReplay
 from .graph_checks import (
-    GraphError,
     Gradients,
+    GraphError,
     Held,
     HostReads,
     Places,
@@ -204,7 +204,9 @@ class GraphedStep:
             key = (described, str(tree), modes)
             hash(key)
         except TypeError as error:
-            raise ValueError(f"a graphed step takes tensors and constants, and one argument is neither: {error}") from None
+            raise ValueError(
+                f"a graphed step takes tensors and constants, and one argument is neither: {error}"
+            ) from None
         return key
 
     def _warmup_steps_of(self, key: tuple) -> int:
@@ -232,7 +234,9 @@ class GraphedStep:
         replaced = graph.held.replaced()
         if replaced is None:
             return False
-        logger.warning("GTP: %s was replaced, frozen or thawed since the step was captured: it is captured anew", replaced)
+        logger.warning(
+            "GTP: %s was replaced, frozen or thawed since the step was captured: it is captured anew", replaced
+        )
         self.reset()
         return True
 
@@ -372,7 +376,9 @@ def _shapes(key: tuple) -> str:
     """Of a kind of steps, for people."""
     described, _, (training, grad, *_) = key
     parts = [
-        f"{tuple(entry[0])} {str(entry[1]).removeprefix('torch.')}" if isinstance(entry[0], torch.Size) else repr(entry[1])
+        f"{tuple(entry[0])} {str(entry[1]).removeprefix('torch.')}"
+        if isinstance(entry[0], torch.Size)
+        else repr(entry[1])
         for entry in described
     ]
     mode = "train" if training else "eval"

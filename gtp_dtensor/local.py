@@ -72,9 +72,9 @@ def linear_on_tp(x: DTensor, tp: TPLayout, compute: Callable[[torch.Tensor, bool
 
 
 def linear_weight_grad(grad_rows: torch.Tensor, x_rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """grad_rows^T x_rows, (out, in). On a GPU (which a meta tensor stands for) it leaves the GEMM's float32 accumulator in ``dtype`` where that is
-    float32 (no rounding to 16 bits and no kernel that converts); elsewhere it has the dtype of its factors. Factors on a
-    mesh give a product on it."""
+    """grad_rows^T x_rows, (out, in). On a GPU (which a meta tensor stands for) it leaves the GEMM's float32 accumulator in
+    ``dtype`` where that is float32 (no rounding to 16 bits and no kernel that converts); elsewhere it has the dtype of its
+    factors. Factors on a mesh give a product on it."""
     if type(x_rows) is type(grad_rows) is torch.Tensor:
         return _local_weight_grad(grad_rows, x_rows, dtype)
     placement = None

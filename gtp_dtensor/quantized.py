@@ -403,7 +403,9 @@ def _fill(slots: dict[ShardedWeight, dict[Amax, torch.Tensor]]) -> None:
 
 
 def _check_finite(
-    slots: dict[ShardedWeight, dict[Amax, torch.Tensor]], flags: dict[tuple, torch.Tensor], tables: dict[tuple, list[Entry]]
+    slots: dict[ShardedWeight, dict[Amax, torch.Tensor]],
+    flags: dict[tuple, torch.Tensor],
+    tables: dict[tuple, list[Entry]],
 ) -> None:
     """See :class:`FiniteCheck`."""
     weights = list(slots)

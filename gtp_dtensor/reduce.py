@@ -173,7 +173,11 @@ class Reducer:
         weight, param = reduction.weight, reduction.param
         axes = (
             (self._over_shards, self._over_shard_axis, self.pending),
-            (self._over_copies, self._over_copy_axis, self._to_shards if self._over_shards is not None else self.pending),
+            (
+                self._over_copies,
+                self._over_copy_axis,
+                self._to_shards if self._over_shards is not None else self.pending,
+            ),
         )
         for start, before in ((start, before) for transport, start, before in axes if transport is not None):
             before.receive()

@@ -101,7 +101,9 @@ class StandIn:
         runtimes = model_runtimes(self.model)
         kept = []
         for runtime in runtimes:
-            kept.append((runtime.schedule, runtime.schedule.state(), runtime.counters, runtime.counters.peak_lease_bytes))
+            kept.append(
+                (runtime.schedule, runtime.schedule.state(), runtime.counters, runtime.counters.peak_lease_bytes)
+            )
         counters = [
             (c, {name: getattr(c, name) for name in type(c).__slots__})
             for r in runtimes

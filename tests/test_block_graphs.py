@@ -75,7 +75,9 @@ def test_blocks_train_as_without(mesh, rank, world_size, modules, num_microbatch
     assert_equal_to_reference(results[1][2], results[0][2], "weight")
     assert stats(model).num_pending == 0 and live[0] == live[1]
     blocks.release()
-    assert trained(model, step, rank, world_size, 1) and all("forward" not in m.__dict__ or recompute for m in model.layers)
+    assert trained(model, step, rank, world_size, 1) and all(
+        "forward" not in m.__dict__ or recompute for m in model.layers
+    )
 
 
 @ranks(2)

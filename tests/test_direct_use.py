@@ -85,7 +85,9 @@ def sharded_policy(mesh, **options):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_adapters_train_and_frozen_weights_move_only_when_needed(mesh, rank, world_size, recompute):
     model, reference = sharded_policy(mesh, recompute=recompute)
-    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in (model, reference)]
+    optimizers = [
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in (model, reference)
+    ]
     for step in range(4):
         reset_stats(model)
         in_use = []  # bytes gathered when the backward of each frozen base ends

@@ -238,9 +238,9 @@ def drop_edges(nodes, missing):
         if node.kind != "take" or node.lane != (summing if missing == "parts" else pushing):
             continue
         other = pushing if missing == "parts" else summing
-        node.before = {n for n in node.before if nodes[n].lane != other} | {max(
-            (n for n in range(place) if nodes[n].lane == node.lane), default=0
-        )}
+        node.before = {n for n in node.before if nodes[n].lane != other} | {
+            max((n for n in range(place) if nodes[n].lane == node.lane), default=0)
+        }
 
 
 @ranks(2)

@@ -61,7 +61,6 @@ def training(model, num_microbatches=1, **adam):
         optimizer.zero_grad()
         return total, norm
 
-
     for group in optimizer.param_groups:
         group.pop("capturable")
     for group in optimizer.param_groups:
@@ -76,9 +75,7 @@ def tokens_of(number, rank, world_size, num_microbatches=1, length=7):
 
 
 def trained(step, rank, world_size, num_steps, num_microbatches=1):
-    return [
-        tuple(t.item() for t in step(tokens_of(n, rank, world_size, num_microbatches))) for n in range(num_steps)
-    ]
+    return [tuple(t.item() for t in step(tokens_of(n, rank, world_size, num_microbatches))) for n in range(num_steps)]
 
 
 @ranks(2)
@@ -96,9 +93,7 @@ def test_replays_are_steps(mesh, rank, world_size, num_microbatches):
     found = trained(step, rank, world_size, 6, num_microbatches)
     assert step.num_graphs == 1 and step.num_replays == 4  # after two steps that warmed up
     for n in (6, 7):  # and two that need no graph
-        found.append(
-            tuple(t.item() for t in step.eager(tokens_of(n, rank, world_size, num_microbatches)))
-        )
+        found.append(tuple(t.item() for t in step.eager(tokens_of(n, rank, world_size, num_microbatches))))
     assert found == expected
     expected_weights = full_parameters(eager)
     for name, weight in full_parameters(model).items():
@@ -194,7 +189,9 @@ def test_shapes_and_modes_have_graphs_of_their_own(mesh, rank, world_size):
     step, _ = graphed(step, model, optimizer)
     trained(step, rank, world_size, 3)
     longer = tokens_of(9, rank, world_size, length=9)
-    with pytest.raises(GraphError, match=r"inputs \[\(1, 2, 9\) int64\] in train mode.*graphs.*\(1, 2, 7\).*max_graphs=2"):
+    with pytest.raises(
+        GraphError, match=r"inputs \[\(1, 2, 9\) int64\] in train mode.*graphs.*\(1, 2, 7\).*max_graphs=2"
+    ):
         step(longer)
     before = full_parameters(model)
     assert all(torch.equal(weight, before[name]) for name, weight in full_parameters(model).items())
@@ -363,7 +360,9 @@ def test_numbers_that_change(mesh, rank, world_size):
     step, _ = graphed(step, model, optimizer)
     trained(step, rank, world_size, 3)
     optimizer.param_groups[0]["lr"] *= 0.5
-    with pytest.raises(GraphError, match=r"param_groups\[0\]\['lr'\] was 0\.0078125 .* and is 0\.00390625.*make it a tensor"):
+    with pytest.raises(
+        GraphError, match=r"param_groups\[0\]\['lr'\] was 0\.0078125 .* and is 0\.00390625.*make it a tensor"
+    ):
         trained(step, rank, world_size, 1)
     step.reset()
     trained(step, rank, world_size, 3)
@@ -456,7 +455,10 @@ def test_what_a_graph_reads_stays_where_it_is(mesh, wire):
 
     def addresses():
         return [
-            [t.data_ptr() for t in (*w.quantized.amax.values(), *(p for parts in w.quantized.parts.values() for p in parts))]
+            [
+                t.data_ptr()
+                for t in (*w.quantized.amax.values(), *(p for parts in w.quantized.parts.values() for p in parts))
+            ]
             for w in weights
         ]
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from gtp_dtensor import GraphError, GTPConfig, GTPStyle, clip_grad_norm_, graph_blocks, graph_step, stats
 import tests.test_experts
+from gtp_dtensor import GraphError, GTPConfig, GTPStyle, clip_grad_norm_, graph_blocks, graph_step, stats
 from tests.harness import ranks
 from tests.models import VOCAB, TinyLlama
 from tests.moe import MoEModel
@@ -266,7 +266,9 @@ def test_poison(mesh, rank, world_size, device):
         assert torch.equal(weight, expected.weights[name]), name
     stream = step._recorder._stream.cuda_stream
     captured = {(s["address"], s["total_size"]) for s in snapshot["segments"] if tuple(s["segment_pool_id"]) != (0, 0)}
-    taken = [e for trace in snapshot["device_traces"] for e in trace if e["action"] == "alloc" and e["stream"] == stream]
+    taken = [
+        e for trace in snapshot["device_traces"] for e in trace if e["action"] == "alloc" and e["stream"] == stream
+    ]
     outside = [e for e in taken if not any(start <= e["addr"] < start + size for start, size in captured)]
     assert taken and not outside, (len(taken), len(outside))
     step.release()
@@ -336,7 +338,10 @@ def test_experts_that_ask_the_host_are_refused_by_name(rank, world_size, device)
 
 def assert_same_by_blocks(eager, graphed, num_replays):
     assert graphed.num_replays == num_replays
-    assert torch.isfinite(eager.values).all() and torch.equal(eager.values, graphed.values), (eager.values, graphed.values)
+    assert torch.isfinite(eager.values).all() and torch.equal(eager.values, graphed.values), (
+        eager.values,
+        graphed.values,
+    )
     assert all(torch.equal(graphed.weights[name], weight) for name, weight in eager.weights.items())
     assert graphed.stats.num_reductions == eager.stats.num_reductions and graphed.stats.num_pending == 0
 
@@ -453,8 +458,6 @@ def test_over_replicas(rank, world_size, device):
             model = TinyLlama(dim=64, hidden=168).to(device)
             config = GTPConfig(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
             parallelize_module(model, mesh["gtp"], GTPStyle(config, min_numel=30, optimizer_shard_mesh=mesh["dps"]))
-            runs.append(
-                run(model, adam(model), lambda n: tokens_of(n, rank, world_size, device), 6, is_graphed)
-            )
+            runs.append(run(model, adam(model), lambda n: tokens_of(n, rank, world_size, device), 6, is_graphed))
     assert_same(*runs, 6)
     assert runs[1].stats.num_replica_reductions > 0

@@ -163,7 +163,9 @@ def test_weights_that_are_quantized_already_are_refused_by_name(mesh):
     model = nn.Sequential(nn.Linear(DIM, DIM, bias=False))
     quantize_(model, Int8WeightOnlyConfig())
     before = model[0].weight
-    with pytest.raises(ValueError, match=r"0\.weight of shape \(64, 64\).*a kind of tensor not served yet: dequantize it"):
+    with pytest.raises(
+        ValueError, match=r"0\.weight of shape \(64, 64\).*a kind of tensor not served yet: dequantize it"
+    ):
         parallelize_module(model, mesh, GTPStyle())
     assert model[0].weight is before and type(model[0]) is nn.Linear
 

@@ -189,7 +189,9 @@ def test_moments_of_a_layer_that_was_frozen_later(mesh, rank, world_size, tmp_pa
     twin = build_mlp(seed=5, mesh=mesh)
     twin_optimizer = adamw(twin)
     state = dict(zip(("model", "optimizer"), get_state_dict(twin, twin_optimizer)))
-    with pytest.raises(CheckpointException, match=r"optimizer\.state\.layers\.1\.weight\.exp_avg: the checkpoint does not have"):
+    with pytest.raises(
+        CheckpointException, match=r"optimizer\.state\.layers\.1\.weight\.exp_avg: the checkpoint does not have"
+    ):
         dcp.load(state, storage_reader=CheckedFileSystemReader(folder), planner=CheckedLoadPlanner())
     reader = CheckedFileSystemReader(folder)
     dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))

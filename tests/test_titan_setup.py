@@ -237,7 +237,9 @@ def test_axes_of_high_priority(rank_of_64, monkeypatch):
     monkeypatch.setattr(titan_integration.dims, "device_type", "cuda")
     monkeypatch.setattr(titan_integration.dims, "_high_priority", options)
     monkeypatch.setattr(
-        titan_integration.dims, "init_device_mesh", lambda kind, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)
+        titan_integration.dims,
+        "init_device_mesh",
+        lambda kind, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs),
     )
     dims(64, dp_shard=4, gtp=4, tp=4, high_priority=names).build_mesh()
     assert len(given) == 2  # gtp and tp; of pp there is one rank

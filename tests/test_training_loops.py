@@ -233,6 +233,7 @@ def test_a_hook_on_several_gradients(mesh, rank, world_size):
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_a_loss_of_two_forwards(mesh, rank, world_size, reentrant, keep_bytes):
     """A preferred and a rejected sample through the same recomputed block, and one backward."""
+
     def preference(one, x):
         chosen, rejected = (one(half.clone().requires_grad_()) for half in x.chunk(2))
         return F.softplus(rejected.sum(1) - chosen.sum(1)).mean()

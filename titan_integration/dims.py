@@ -28,7 +28,19 @@ _EXPERT_SHARDS = "[gtp] expert_tensor_parallel_num_weight_shards"
 
 # Axes with communicators, and what the specification calls two of them. Gathers and reductions over gtp, egtp and the
 # replicas have communicators of the library's own, with high priority always.
-_URGENT = ("tp", "ep", "etp", "pp", "cp", "batch", "gtp", "egtp", "dp_replicate", "optimizer_shard", "expert_optimizer_shard")
+_URGENT = (
+    "tp",
+    "ep",
+    "etp",
+    "pp",
+    "cp",
+    "batch",
+    "gtp",
+    "egtp",
+    "dp_replicate",
+    "optimizer_shard",
+    "expert_optimizer_shard",
+)
 _ALIASES = {"gtp_remat": "gtp", "expt_gtp_remat": "egtp"}
 
 

@@ -41,7 +41,9 @@ def check_cuda_graph(job_config, *, gtp_enabled: bool) -> None:
         raise ValueError(f"{key} and check_param_states = true, which stops the host at each use: set one of them off")
     checkpointing, parallelism = job_config.activation_checkpoint, job_config.parallelism
     if checkpointing.mode != "none" and checkpointing.preserve_rng_state:
-        raise ValueError(f"{key}: random states cannot be read in a graph; set activation_checkpoint.preserve_rng_state = false")
+        raise ValueError(
+            f"{key}: random states cannot be read in a graph; set activation_checkpoint.preserve_rng_state = false"
+        )
     refused = (
         (parallelism.pipeline_parallel_degree > 1, "parallelism.pipeline_parallel_degree > 1"),
         (parallelism.context_parallel_degree > 1, "parallelism.context_parallel_degree > 1"),
@@ -61,7 +63,9 @@ def _check_step(job_config, key: str) -> None:
             "optimizer.implementation = 'fused'"
         )
     if job_config.gtp.skip_nonfinite_steps:
-        raise ValueError(f"{key} and skip_nonfinite_steps = true, which reads each norm on the host: set one of them off")
+        raise ValueError(
+            f"{key} and skip_nonfinite_steps = true, which reads each norm on the host: set one of them off"
+        )
     if job_config.parallelism.expert_parallel_degree > 1:
         raise NotImplementedError(
             f"{key} with parallelism.expert_parallel_degree > 1, whose dispatch asks the host: set it to 'block', with "
