@@ -100,7 +100,7 @@ def test_trains_as_eager(mesh, rank, world_size, device, kind, backend):
 
 @ranks(4, timeout=300, group_timeout=200)
 @backends
-@pytest.mark.parametrize("kind", ["mx", slow("tensorwise"), slow("rowwise"), slow("rowwise_with_gw_hp")])
+@pytest.mark.parametrize("kind", [slow("mx"), slow("tensorwise"), slow("rowwise"), slow("rowwise_with_gw_hp")])
 def test_tensor_parallel_trains_as_eager(rank, world_size, kind, backend):
     """From a cut sequence to a cut sequence; a scale of what tensor parallelism cuts is made within the operator."""
     fresh()

@@ -241,7 +241,7 @@ def _llama_tp_plan(num_layers: int) -> dict:
 
 @ranks(4)
 @pytest.mark.parametrize("order", [("gtp", "tp"), ("tp", "gtp")])
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adam", marks=pytest.mark.slow)])
 def test_llama_with_tensor_and_sequence_parallel(rank, order, optimizer):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=order)
     model, reference = build_pair(lambda: TinyLlama().double())

@@ -273,7 +273,7 @@ def test_a_cut_that_differs_from_what_is_stored_is_found(monkeypatch):
 # ---- pipelines
 
 
-@pytest.mark.parametrize("schedule, stages", [("1F1B", 1), ("Interleaved1F1B", 2)])
+@pytest.mark.parametrize("schedule, stages", [("1F1B", 1), pytest.param("Interleaved1F1B", 2, marks=pytest.mark.slow)])
 def test_pipelines_run_in_the_order_of_torch(cluster, schedule, stages):
     options = ["--training.local_batch_size=4", f"--parallelism.pipeline_parallel_schedule={schedule}", *FUSED]
     config = job(*gtp(gtp=2, pp=2), *options)

@@ -244,7 +244,9 @@ def _describe(program: Program, mesh) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("grid", _GRIDS)
+@pytest.mark.parametrize(
+    "grid", [pytest.param(grid, marks=[pytest.mark.slow] * (grid == "everything")) for grid in _GRIDS]
+)
 def test_fixed_programs_on_grids(rank_pool, grid):
     """Those axes and formats are there, the program is right on them, and a wrong scale shows."""
     options, world_size = _GRIDS[grid]
