@@ -369,14 +369,7 @@ def refresh_quantized(weights: Sequence[ShardedWeight]) -> None:
         for group in groups:
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
     _check_finite(slots, {groups: torch.isfinite(table) for groups, table in flat.items()}, tables)
-    for groups, entries in tables.items():
-        tables_of_scales: dict[tuple, list[torch.Tensor]] = {}
-        for place, (weight, amax, _) in enumerate(entries):
-            wire = weight.quantized.wire
-            if wire.scales_like is not None and amax is Amax.MATRIX:
-                if wire.scales_like not in tables_of_scales:
-                    tables_of_scales[wire.scales_like] = _entries(wire.scales(flat[groups]), entries)
-                slots[weight][Amax.SCALE] = tables_of_scales[wire.scales_like][place]
+    _add_scales(slots, flat, tables)
     _quantize(slots)
 
 
@@ -400,6 +393,22 @@ def _fill(slots: dict[ShardedWeight, dict[Amax, torch.Tensor]]) -> None:
             weight.quantized.fill_slots(own, weight)
     if all_rows:
         torch._foreach_copy_(their_slots, torch._foreach_norm(all_rows, math.inf))
+
+
+def _add_scales(
+    slots: dict[ShardedWeight, dict[Amax, torch.Tensor]],
+    flat: dict[tuple, torch.Tensor],
+    tables: dict[tuple, list[Entry]],
+) -> None:
+    """Of formats that make them of the largest values alone: of a whole table at once."""
+    for groups, entries in tables.items():
+        made: dict[tuple, list[torch.Tensor]] = {}
+        for place, (weight, amax, _) in enumerate(entries):
+            wire = weight.quantized.wire
+            if wire.scales_like is not None and amax is Amax.MATRIX:
+                if wire.scales_like not in made:
+                    made[wire.scales_like] = _entries(wire.scales(flat[groups]), entries)
+                slots[weight][Amax.SCALE] = made[wire.scales_like][place]
 
 
 def _check_finite(

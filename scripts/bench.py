@@ -344,6 +344,17 @@ def start(args: argparse.Namespace) -> torch.device:
     return device
 
 
+def stop(device: torch.device) -> None:
+    """The end of this process, once all ranks have come so far."""
+    if dist.get_backend() != "fake":
+        dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the plain teardown of communicators that share a GPU hangs
+
+
 def add_model_options(parser: argparse.ArgumentParser, **sizes: int) -> None:
     """What ``build`` reads, with these defaults."""
     for name, default in {"layers": 12, **sizes, "look_ahead": 1}.items():
@@ -430,12 +441,7 @@ def main() -> None:
             (args.out / "bench.json").write_text(json.dumps(report, indent=1))
             if not plot(rows, args.out / "bench.png", title):
                 print("no bench.png: matplotlib is not installed")
-    if args.mode == "fake":
-        os._exit(0)
-    dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    os._exit(0)  # the plain teardown of communicators that share a GPU hangs
+    stop(device)
 
 
 if __name__ == "__main__":

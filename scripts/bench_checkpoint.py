@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from bench import add_contestants_option, add_model_options, build, one_step, random_batch
+from bench import add_contestants_option, add_model_options, build, one_step, random_batch, stop
 from shared_gpu import share_gpu
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -274,10 +274,7 @@ def main() -> None:
             options = {**vars(args), "folder": None, "out": None}
             report = {"title": title, "num_bytes": num_bytes, "options": options, "rows": [asdict(row) for row in rows]}
             (args.out / "bench_checkpoint.json").write_text(json.dumps(report, indent=1))
-    dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    os._exit(0)  # the plain teardown of communicators that share a GPU hangs
+    stop(device)
 
 
 if __name__ == "__main__":

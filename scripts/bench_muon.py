@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench import add_contestants_option, add_model_options, build, start
+from bench import add_contestants_option, add_model_options, build, start, stop
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -170,8 +169,7 @@ def main() -> None:
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / "bench_muon.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    dist.barrier()
-    os._exit(0)  # the plain teardown of communicators that share a GPU hangs
+    stop(device)
 
 
 if __name__ == "__main__":

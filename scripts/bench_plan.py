@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from bench import run, start
+from bench import run, start, stop
 from torch.distributed.device_mesh import init_device_mesh
 
 
@@ -95,11 +94,7 @@ def main() -> None:
             args.out.write_text(
                 json.dumps({"title": f"{title}, torch {torch.__version__}", "reports": reports}, indent=1)
             )
-    if args.mode != "fake":
-        dist.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-    os._exit(0)  # the plain teardown of communicators that share a GPU hangs
+    stop(device)
 
 
 if __name__ == "__main__":
