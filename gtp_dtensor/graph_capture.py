@@ -27,6 +27,7 @@ import torch.nn as nn
 from .counters import Tally
 from .members import model_runtimes
 from .runtime import Runtime
+from .small import SmallParam
 from .transport import CollectiveTransport
 from .weight import Lease, ShardedWeight
 
@@ -229,6 +230,25 @@ class Runtimes:
     def schedules(self) -> list[dict[str, object]]:
         """Of all runtimes, as they are now."""
         return [runtime.schedule.state() for runtime in self.all]
+
+
+@contextlib.contextmanager
+def leaves_apart(members: Iterable[ShardedWeight | SmallParam]) -> Iterator[None]:
+    """Around a captured forward whose backward is captured apart from it, without hooks on parameters: autograd's graph of it
+    hangs on leaves of its own.
+
+    A leaf's node in autograd's graph is on the stream that was current when it came to be, and lives as long as any graph
+    that has it. A loss that is still referenced, that of the microbatch before say, would bring a stream into the capture
+    that takes no part in it.
+    """
+    members = list(members)
+    for member in members:
+        member.leaf = member.param.detach().requires_grad_(member.param.requires_grad)
+    try:
+        yield
+    finally:
+        for member in members:
+            member.leaf = member.param
 
 
 class RuntimesReplay:

@@ -320,6 +320,9 @@ class GraphedStep:
         remedy = "run it without a graph, or leave that part out of it"
         if "get_state" in str(error) or "current_seed" in str(error) or "RNG" in str(error):
             remedy = "activation checkpointing has to be told preserve_rng_state=False"
+        if "uncaptured work" in str(error) or "stale reference" in str(error):
+            # Nodes of autograd's graph that live on belong to the stream of their time.
+            remedy = "no loss of a step without a graph may be referenced any more, in a list say: keep loss.detach()"
         return GraphError(f"the step cannot be captured: {where}: {error}. Nothing of it was computed: {remedy}")
 
     def _replay(self, graph: _Graph, leaves: list) -> Any:
