@@ -50,6 +50,12 @@ class Recorder(Protocol):
         """Free all graphs, which must not be replayed any more. Waits for the device."""
 
 
+def _free_workspaces() -> None:
+    """Of cuBLAS, which torch keeps for each stream and thread, 32 MiB each on recent GPUs: those of our stream would outlive
+    us, and one that came to be in a capture would hold the memory of its graph. Others come anew when they are needed."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 class CudaRecorder:
     """Captures on a stream of its own, into memory that all graphs of this recorder share."""
 
@@ -72,6 +78,7 @@ class CudaRecorder:
         """See :meth:`Recorder.prepare`."""
         torch.cuda.synchronize(self._device)
         gc.collect()  # what has a destructor that calls CUDA would break a capture that it dies in
+        _free_workspaces()
         torch.cuda.empty_cache()
 
     def capture(self, step: Callable[[], Any], failed: Callable[[], None]) -> tuple[Callable[[], None], Any]:
@@ -97,6 +104,7 @@ class CudaRecorder:
         finally:
             if collects:
                 gc.enable()
+        _free_workspaces()
         self._graphs.append(graph)
         return graph.replay, result
 
@@ -121,6 +129,7 @@ class CudaRecorder:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+        _free_workspaces()
         self._pool = torch.cuda.graph_pool_handle()  # torch knows no graph that uses the one before
 
 
