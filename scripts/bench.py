@@ -344,8 +344,9 @@ def main() -> None:
     device = start(args)
     rows: list[Row] = []
     failures: dict[str, str] = {}
+    meshes: dict[tuple, DeviceMesh] = {}
     for contestant in args.contestants:
-        mesh = mesh_of(contestant, args, device.type, dist.get_world_size())
+        mesh = mesh_of(contestant, args, device.type, dist.get_world_size(), meshes)
         try:
             rows += run(contestant, args, mesh, device)
         except Exception as error:  # one that fails on all ranks alike does not take the others with it

@@ -220,7 +220,8 @@ def draw_step(plt, rows: Sequence[dict], title: str):
     axis.axhline(1.0, color="gray", linewidth=0.8)
     axis.set_yscale("log")
     highest = max((row["over_floor"] for row in rows if row.get("over_floor") is not None), default=1.0)
-    ticks = [tick for tick in (1, 1.03, 1.08, 1.15, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16) if tick <= 1.3 * highest]
+    ticks = [1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16] if highest > 2 else [1, 1.03, 1.08, 1.15, 1.25, 1.4, 1.6, 1.8, 2]
+    ticks = [tick for tick in ticks if tick <= 1.2 * highest]
     axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
     return figure
@@ -246,7 +247,7 @@ def draw_titan(plt, rows: Sequence[dict], title: str):
     right.barh(places, [row["peak_reserved_gib"] for row in rows], color="#d0d0d0", label="reserved")
     right.barh(places, [row["peak_allocated_gib"] for row in rows], 0.4, color="#6acc65", label="allocated")
     right.set_xlabel("peak memory, GiB")
-    right.legend(fontsize=8)
+    right.legend(fontsize=8, bbox_to_anchor=(1, 1), loc="upper left")
     figure.suptitle(title, fontsize=9)
     return figure
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 from collections.abc import Sequence
 
@@ -31,18 +30,15 @@ FEATURES: dict[str, tuple[str, ...]] = {
 CONTESTANTS = tuple(FEATURES)
 
 
-@functools.cache
-def _mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """One of each, for it brings communicators."""
-    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
-
-
-def mesh_of(contestant: str, args: argparse.Namespace, device_type: str, num_ranks: int) -> DeviceMesh:
+def mesh_of(
+    contestant: str, args: argparse.Namespace, device_type: str, num_ranks: int, known: dict[tuple, DeviceMesh]
+) -> DeviceMesh:
     """The axes of a contestant, slowest first; those of one rank are left out, but for what shards.
 
     Args:
         args: with the degrees ``tp``, ``dp_shard`` and ``dp_replicate``; gtp is what is left of ``num_ranks``. FSDP2
             shards over dp_shard x gtp.
+        known: meshes made so far, for each brings communicators.
     """
     gtp, rest = divmod(num_ranks, args.tp * args.dp_shard * args.dp_replicate)
     if rest or not gtp:
@@ -55,7 +51,10 @@ def mesh_of(contestant: str, args: argparse.Namespace, device_type: str, num_ran
     else:
         axes = {"dp_replicate": args.dp_replicate, "dp_shard": args.dp_shard, "gtp": gtp, "tp": args.tp}
     axes = {name: size for name, size in axes.items() if size > 1 or name in ("fsdp", "gtp")}
-    return _mesh(device_type, tuple(axes.values()), tuple(axes))
+    names, sizes = tuple(axes), tuple(axes.values())
+    if (names, sizes) not in known:
+        known[names, sizes] = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    return known[names, sizes]
 
 
 def build(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> nn.Module:
