@@ -31,7 +31,6 @@ does. charts.py makes tables and pictures of bench.json.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -53,6 +52,7 @@ from contestants import (
     add_model_options,
     attach_graphs,
     build,
+    check_arose,
     empty_device,
     mesh_of,
     release_graphs,
@@ -189,6 +189,7 @@ def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: tor
     for tokens in args.tokens:
         step_s, memory = measure(contestant, model, tokens, args, device)
         gathers = stats(model)
+        check_arose(contestant, gathers.symmetric_bytes, model.__dict__.get("graphs"), args.steps)
         num_gathers = gathers.num_forward_gathers + gathers.num_recompute_gathers + gathers.num_backward_gathers
         num_gathers += gathers.num_kept_at_turn
         # FSDP2 does not count; a use is the same thing there: a linear's forward or input gradient
@@ -285,8 +286,6 @@ def stop(device: torch.device, status: int = 0) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # the plain teardown of communicators that share a GPU hangs
-
-
 
 
 def numbers(text: str) -> list[int]:

@@ -22,9 +22,7 @@ would not have been told from the others.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import math
 import os
 import statistics
 import sys
@@ -35,14 +33,19 @@ import weakref
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from compare import Arrangement, UsageError, parse_arrangement, relative_difference
+from contestants import BLOCK_GRAPHS, STEP_GRAPH, TRANSPORTS, check_arose, empty_device
 from shared_gpu import share_gpu
+from torch._dynamo.utils import counters
 
-TRANSPORTS = ("collective", "symmetric")
-GRAPHS = ("step", "block")
+from gtp_dtensor import stats
+from gtp_dtensor.config import WIRE_FORMATS
+
+GRAPHS = (STEP_GRAPH, BLOCK_GRAPHS)
 COMPILE, TWICE = "compile", "lr2"
-FORMATS = ("bf16", "fp8", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4")
-FEATURES = (COMPILE, *TRANSPORTS, *GRAPHS, *FORMATS, TWICE)
+FEATURES = (COMPILE, *TRANSPORTS, *GRAPHS, *WIRE_FORMATS, TWICE)
 TOKENIZER_SIZE = 32768  # at most: larger ones take long to train and find nothing more in the text
 # Of a loss, relative. In bfloat16 arrangements were seen to differ by 3e-4, and twice the learning rate by 1e-1.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -61,7 +64,7 @@ class Contestant:
         """torchtitan's, of this contestant only."""
         found = [*self.arrangement.options(), f"--optimizer.lr={lr * (2 if TWICE in self.features else 1)}"]
         found.append("--compile.enable" if COMPILE in self.features else "--compile.no_enable")
-        for key, values in (("transport", TRANSPORTS), ("cuda_graph", GRAPHS), ("wire_format", FORMATS)):
+        for key, values in (("transport", TRANSPORTS), ("cuda_graph", GRAPHS), ("wire_format", WIRE_FORMATS)):
             found += [f"--gtp.{key}={feature}" for feature in self.features if feature in values]
         return found
 
@@ -130,8 +133,6 @@ class Bench:
     """
 
     def __init__(self, args: argparse.Namespace, titan_options: list[str]) -> None:
-        import torch
-        import torch.distributed as dist
         import torchtitan.train as titan_train
         from torchtitan.tools.logging import init_logger
         from torchtitan.tools.utils import device_type
@@ -143,20 +144,21 @@ class Bench:
         self.args, self.titan_options, self.out = args, titan_options, args.out.resolve()
         self.device = torch.device(device_type)
         self.on_gpu = self.device.type == "cuda"
+        if self.on_gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         self.num_ranks, self.rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
         self.out.mkdir(parents=True, exist_ok=True)
         base = self.config([])
-        self.lr, self.tokens = base.optimizer.lr, base.training.local_batch_size * base.training.seq_len
+        self.lr = base.optimizer.lr
         self.global_batch_size = base.training.global_batch_size
         if self.global_batch_size < 0:
             self.global_batch_size = base.training.local_batch_size * self.num_ranks
         self.dtype = base.training.mixed_precision_param
         self.model = f"{base.model.name} {base.model.flavor}, {base.training.seq_len} tokens a sample"
-        self.tolerance = args.tolerance if args.tolerance is not None else TOLERANCES[self.dtype]
+        self.tolerance = TOLERANCES[self.dtype] if args.tolerance is None else args.tolerance
         self.base = base
         # After its last step, for logs of other ranks: two seconds of each contestant.
         titan_train.time = types.SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
-        self._dist, self._torch = dist, torch
         self.still_alive: list[str] = []  # contestants whose models nobody could free
         self.tokenizer: str | None = base.model.hf_assets_path or None
 
@@ -176,11 +178,16 @@ class Bench:
             "training.steps": self.args.steps,
             "training.global_batch_size": self.global_batch_size,
             "training.token_cache_folder": self.out / "token_cache",
-            "model.hf_assets_path": self.tokenizer,
+            "model.hf_assets_path": self.tokenizer or "",
             # torchtitan resets peaks of memory where it logs; that is after the first step only.
             "metrics.log_freq": 10 * self.args.steps,
         }
-        flags = ["checkpoint.no_enable", "training.logical_init", "metrics.enable_jsonl", "metrics.no_enable_tensorboard"]
+        flags = [
+            "checkpoint.no_enable",
+            "training.logical_init",
+            "metrics.enable_jsonl",
+            "metrics.no_enable_tensorboard",
+        ]
         return [f"--{name}={value}" for name, value in values.items()] + [f"--{name}" for name in flags]
 
     def train_tokenizer(self) -> None:
@@ -201,54 +208,45 @@ class Bench:
         while not folder.exists():
             time.sleep(0.05)
 
-    def empty_device(self) -> float:
-        """Frees what a contestant left behind. MiB that are allocated nevertheless; 0 on a CPU."""
-        gc.collect()
-        self._torch._dynamo.reset()
-        if not self.on_gpu:
-            return 0.0
-        self._torch.cuda.synchronize()
-        self._torch.cuda.empty_cache()
-        return self._torch.cuda.memory_allocated() / 2**20
-
     def run(self, contestant: Contestant) -> Row:
-        """Trains one contestant."""
-        from gtp_dtensor import stats
+        """Trains one contestant. Raises RuntimeError where it was not what it is called."""
         from titan_integration.trainer import GTPTrainer
-
-        cuda = self._torch.cuda
 
         class Measured(GTPTrainer):
             def train_step(self, data_iterator) -> None:
                 super().train_step(data_iterator)
-                if self.step == 1 and cuda.is_available():  # what initialization and compilation left in the cache
-                    cuda.empty_cache()
-                    cuda.reset_peak_memory_stats()
+                if self.step == 1 and torch.cuda.is_available():
+                    torch.cuda.empty_cache()  # of what initialization and compilation left in it
+                    torch.cuda.reset_peak_memory_stats()
 
-        left_mib = self.empty_device()
-        config = self.config([*self.common_options(contestant), *contestant.options(self.lr)])
-        trainer = Measured(config)
+        torch._dynamo.reset()
+        counters.clear()
+        left_mib = empty_device(self.device)
+        trainer = Measured(self.config([*self.common_options(contestant), *contestant.options(self.lr)]))
         model = weakref.ref(trainer.model_parts[0])
         try:
             trainer.train()
             symmetric = sum(stats(part).symmetric_bytes for part in trainer.model_parts)
+            step, blocks = trainer._graph, trainer._blocks
+            graphs = blocks if step is None else step._graphed
+            check_arose(contestant.name, symmetric, graphs, self.args.steps - self.args.warmup)
+            if COMPILE in contestant.features and not counters["stats"]["unique_graphs"]:
+                raise RuntimeError(f"{contestant.name}: nothing was compiled")
             peaks = self.most_of_ranks(symmetric)
         finally:
             trainer.close()
-        del trainer, config
-        self.empty_device()
+        del trainer, step, blocks, graphs
+        torch._dynamo.reset()
+        empty_device(self.device)
         if model() is not None:
             self.still_alive.append(contestant.name)
         return self.row(contestant, peaks, left_mib)
 
     def most_of_ranks(self, symmetric_bytes: int) -> list[float]:
         """GiB: the largest peaks of (allocated, reserved) of any rank. Zeros on a CPU."""
-        cuda = self._torch.cuda
-        found = [cuda.max_memory_allocated(), cuda.max_memory_reserved()] if self.on_gpu else [0, 0]
-        peaks = self._torch.tensor(
-            [peak + symmetric_bytes for peak in found], dtype=self._torch.float64, device=self.device
-        )
-        self._dist.all_reduce(peaks, self._dist.ReduceOp.MAX)
+        found = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if self.on_gpu else [0, 0]
+        peaks = torch.tensor([peak + symmetric_bytes for peak in found], dtype=torch.float64, device=self.device)
+        dist.all_reduce(peaks, dist.ReduceOp.MAX)
         return [peak / 2**30 for peak in peaks.tolist()]
 
     def row(self, contestant: Contestant, peaks: list[float], left_mib: float) -> Row:
@@ -261,15 +259,13 @@ class Bench:
         step_ms = statistics.median(times[self.args.warmup :])
         num_tokens = self.global_batch_size * self.base.training.seq_len
         per_gpu = 1e3 * num_tokens / step_ms / self.num_ranks
-        return Row(
-            contestant.name, step_ms, per_gpu, *peaks, left_mib, [record["loss"] for record in records], times
-        )
+        return Row(contestant.name, step_ms, per_gpu, *peaks, left_mib, [record["loss"] for record in records], times)
 
     def report(self, rows: list[Row], failures: dict[str, str]) -> None:
         """bench_titan.json, so far."""
         if self.rank != 0:
             return
-        device = self._torch.cuda.get_device_name() if self.on_gpu else "CPU"
+        device = torch.cuda.get_device_name() if self.on_gpu else "CPU"
         options = {
             "toml": self.args.toml.name, "model": self.model, "steps": self.args.steps, "warmup": self.args.warmup,
             "num_ranks": self.num_ranks, "dtype": self.dtype, "global_batch_size": self.global_batch_size,
@@ -277,7 +273,7 @@ class Bench:
         }  # fmt: skip
         content = {
             "kind": "titan",
-            "title": f"{device}, {self.num_ranks} ranks, torch {self._torch.__version__}",
+            "title": f"{device}, {self.num_ranks} ranks, torch {torch.__version__}",
             "options": options,
             "rows": [asdict(row) for row in rows],
             "failures": failures,
@@ -292,7 +288,7 @@ def compare_losses(rows: list[Row], tolerance: float) -> list[str]:
     reference = [{"loss": loss} for loss in rows[0].losses] if rows else []
     for row in rows[1:]:
         row.difference = relative_difference([{"loss": loss} for loss in row.losses], reference, "loss")
-        agrees = not math.isnan(row.difference) and row.difference <= tolerance
+        agrees = row.difference <= tolerance  # NaN does not
         if TWICE in row.contestant.split("+"):
             if agrees:
                 found.append(
@@ -337,7 +333,9 @@ def run_all(bench: Bench, contestants: list[Contestant]) -> int:
                 print(f"{table(rows[-1:])}\n{contestant.name}: {took:.1f} s in all", file=sys.stderr, flush=True)
         bench.report(rows, failures)
     complaints = compare_losses(rows, bench.tolerance)
-    complaints += [f"{name}: its model is still alive, so its memory counts for the next one" for name in bench.still_alive]
+    complaints += [
+        f"{name}: its model is still alive, so its memory counts for the next one" for name in bench.still_alive
+    ]
     complaints += [
         f"{row.contestant}: {row.left_mib:.0f} MiB were allocated before it" for row in rows if row.left_mib > LEFT_MIB
     ]
@@ -367,7 +365,7 @@ def main() -> None:
     bench = Bench(args, titan_options)
     bench.train_tokenizer()
     status = run_all(bench, contestants)
-    bench._dist.barrier(device_ids=[bench._torch.cuda.current_device()] if on_gpu else None)
+    dist.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # the plain teardown of communicators that share a GPU hangs

@@ -161,7 +161,8 @@ def tables(reports: dict[str, dict]) -> str:
     """All of them, each under its layout, with what failed."""
     parts = []
     for layout, report in reports.items():
-        text = titan_table(report["rows"]) if is_titan(report) else stack_table(report["rows"], report["options"].get("tp", 1))
+        rows, tp = report["rows"], report["options"].get("tp", 1)
+        text = titan_table(rows) if is_titan(report) else stack_table(rows, tp)
         failed = "".join(f"\n\nFailed: {label(name)}: {why}" for name, why in report.get("failures", {}).items())
         parts.append(f"{layout}\n\n{text}{failed}")
     return "\n\n".join(parts)
@@ -284,12 +285,13 @@ def draw(reports: dict[str, dict], folder: Path, name: str, suffix: str) -> list
         for kind, function in DRAWN[is_titan(report)].items():
             path = folder / f"{name}_{kind}.{suffix}"
             if path in paths:
-                raise ReportError(f"{path}: reports of several layouts; draw one of them at a time, with another --name")
+                raise ReportError(f"{path}: reports of several layouts: draw them one at a time, by other --name")
             figure = function(plt, report["rows"], layout)
             figure.savefig(path, dpi=110, bbox_inches="tight", metadata={"Date": None} if suffix == "svg" else None)
             plt.close(figure)
-            if suffix == "svg" and path.stat().st_size > MAX_SVG_BYTES:
-                raise ReportError(f"{path}: {path.stat().st_size:,} bytes, more than {MAX_SVG_BYTES:,}; use --format png")
+            size = path.stat().st_size
+            if suffix == "svg" and size > MAX_SVG_BYTES:
+                raise ReportError(f"{path}: {size:,} bytes, more than {MAX_SVG_BYTES:,}: use --format png")
             paths.append(path)
     return paths
 

@@ -157,6 +157,28 @@ def release_graphs(model: nn.Module) -> None:
         before.release()
 
 
+def check_arose(contestant: str, symmetric_bytes: int, graphs: object, num_steps: int) -> None:
+    """That what a contestant is called is what was measured.
+
+    Args:
+        symmetric_bytes: of its model's ``stats``.
+        graphs: a GraphedStep or GraphedBlocks, or None.
+        num_steps: that were measured.
+
+    Raises:
+        RuntimeError: it had no symmetric memory, or some of these steps did not replay its graphs.
+    """
+    features = contestant.split("+")
+    if "symmetric" in features and not symmetric_bytes:
+        raise RuntimeError(f"{contestant}: its model has no symmetric memory")
+    if STEP_GRAPH in features or BLOCK_GRAPHS in features:
+        num_replays, num_eager = getattr(graphs, "num_replays", 0), getattr(graphs, "num_eager", 0)
+        if num_replays < num_steps or num_eager:
+            raise RuntimeError(
+                f"{contestant}: {num_replays} replays and {num_eager} calls without a graph in {num_steps} measured steps"
+            )
+
+
 def empty_device(device: torch.device) -> float:
     """Frees what a contestant left behind. Returns the MiB that are allocated nevertheless; 0 on a CPU."""
     gc.collect()

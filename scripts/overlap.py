@@ -167,7 +167,10 @@ def main() -> int:
     whole = exposure(events)
     if whole is not None:
         shares = ((name, getattr(whole, name)) for name in ("compute", "communication", "exposed", "idle"))
-        print(f"{whole.span / 1e3:.2f} ms: " + ", ".join(f"{n} {us / 1e3:.2f} ({us / whole.span:.1%})" for n, us in shares))
+        print(
+            f"{whole.span / 1e3:.2f} ms: "
+            + ", ".join(f"{n} {us / 1e3:.2f} ({us / whole.span:.1%})" for n, us in shares)
+        )
     found = communications(events) or copies_and_sums(events)
     if not found:
         print(

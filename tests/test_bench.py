@@ -10,7 +10,6 @@ import math
 import subprocess
 import sys
 from argparse import ArgumentTypeError, Namespace
-from pathlib import Path
 
 import pytest
 import torch
@@ -142,6 +141,21 @@ def test_memory_counts_symmetric_memory_and_from_an_empty_cache(monkeypatch):
     assert bench.peaks(None, CPU) == (0.0, 0.0) and contestants.empty_device(CPU) == 0.0
 
 
+def test_a_contestant_that_is_not_what_it_is_called_is_refused():
+    check = script("contestants").check_arose
+    graphs = Namespace(num_replays=10, num_eager=0)
+    check("gtp+collective", 0, None, 10)
+    check("gtp+symmetric+step", 1, graphs, 10)
+    for name, symmetric_bytes, graphs, message in (
+        ("gtp+symmetric", 0, None, "no symmetric memory"),
+        ("gtp+step", 0, None, "0 replays"),
+        ("gtp+step", 0, Namespace(num_replays=9), "9 replays"),
+        ("gtp+block", 0, Namespace(num_replays=240, num_eager=3), "3 calls without a graph"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            check(name, symmetric_bytes, graphs, 10)
+
+
 def test_two_backends_of_symmetric_memory_are_refused():
     check = script("contestants").check_symmetric
     check(["none", "fsdp_block+symm", "gtp+collective"])
@@ -154,7 +168,13 @@ def test_two_backends_of_symmetric_memory_are_refused():
 def test_a_contestant_that_fails_does_not_take_the_others_with_it(tmp_path):
     """NCCL's symmetric memory, on a CPU."""
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
-    options += ["--mode=fake", "--host-steps=0", "--tokens=8", "--contestants=fsdp_block+symm,none", f"--out={tmp_path}"]
+    options += [
+        "--mode=fake",
+        "--host-steps=0",
+        "--tokens=8",
+        "--contestants=fsdp_block+symm,none",
+        f"--out={tmp_path}",
+    ]
     result = subprocess.run(
         [sys.executable, SCRIPTS / "bench.py", *options], env=environment(), capture_output=True, text=True, timeout=120
     )
@@ -305,7 +325,9 @@ def test_pictures(tmp_path, titan_report):
         with pytest.raises(ImportError):
             charts.draw({}, tmp_path, "x", "svg")
         pytest.skip("matplotlib is not installed")
-    contestants = [f"{name}+{feature}" for name in ("none", "fsdp_block", "gtp") for feature in ("a", "b", "c", "d", "e")]
+    contestants = [
+        f"{name}+{feature}" for name in ("none", "fsdp_block", "gtp") for feature in ("a", "b", "c", "d", "e")
+    ]
     reports = charts.merged([stack_report(["none", *contestants]), titan_report])
     paths = charts.draw(reports, tmp_path, "x2", "svg")
     assert [path.name for path in paths] == ["x2_step.svg", "x2_memory.svg", "x2_titan.svg", "x2_loss.svg"]
@@ -313,5 +335,3 @@ def test_pictures(tmp_path, titan_report):
     assert "GTP, collectives" in paths[3].read_text()
     with pytest.raises(charts.ReportError, match="reports of several layouts"):
         charts.draw(charts.merged([stack_report(), stack_report(title="B200")]), tmp_path, "x", "svg")
-
-
