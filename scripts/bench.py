@@ -25,7 +25,7 @@ size so small that the device never makes the host wait; both are medians. "us/u
 host: (host - host of no sharding) / (gathers of the step), where steps of both are taken in turns, since the speed of a
 host changes from second to second. Memory is the peak of what tensors held and of what the allocator had from the device,
 from an empty cache on. With --trace a step is told apart: "exposed" is while only communication runs, "idle" while nothing
-does. charts.py makes tables and pictures of bench.json.
+does (between steps, too). charts.py makes tables and pictures of bench.json.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -98,6 +99,8 @@ def measure(
     """(median seconds of a step, the device waited for; peak GiB: (allocated, reserved by the caching allocator))."""
     batch = random_batch(tokens, args, device)
     attach_graphs(contestant, model)
+    for param in model.parameters():
+        param.grad = None  # of the size before: what is left of a segment would keep all of it reserved
     reset_peaks(device)
     reset_stats(model)
     if args.mode != "fake" or device.type != "cuda":
@@ -174,8 +177,8 @@ def host_seconds(
     return statistics.median(own for _, own in rounds), statistics.median(own - none for none, own in rounds)
 
 
-def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> list[Row]:
-    """All sizes of one contestant."""
+def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> Iterator[Row]:
+    """All sizes of one contestant, one after the other."""
     torch._dynamo.reset()
     counters.clear()
     left_mib = empty_device(device)
@@ -185,7 +188,6 @@ def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: tor
     model = build(contestant, args, mesh, device)
     num_linears = sum(isinstance(module, nn.Linear) for module in model.modules())
     tp = mesh["tp"].size() if "tp" in mesh.mesh_dim_names else 1
-    rows = []
     for tokens in args.tokens:
         step_s, memory = measure(contestant, model, tokens, args, device)
         gathers = stats(model)
@@ -203,11 +205,10 @@ def run(contestant: str, args: argparse.Namespace, mesh: DeviceMesh, device: tor
             row.num_graph_breaks = sum(counters["graph_break"].values())
         if args.trace is not None and tokens in (args.trace_tokens or [max(args.tokens)]):
             trace(row, model, args, device)
-        rows.append(row)
+        yield row
     release_graphs(model)
     del model
     empty_device(device)
-    return rows
 
 
 def trace(row: Row, model: nn.Module, args: argparse.Namespace, device: torch.device) -> None:
@@ -347,7 +348,8 @@ def main() -> None:
     for contestant in args.contestants:
         mesh = mesh_of(contestant, args, device.type, dist.get_world_size(), meshes)
         try:
-            rows += run(contestant, args, mesh, device)
+            for row in run(contestant, args, mesh, device):
+                rows.append(row)  # and stays, where a larger size fails
         except Exception as error:  # one that fails on all ranks alike does not take the others with it
             traceback.print_exc()
             failures[contestant] = f"{type(error).__name__}: {error}"
@@ -357,7 +359,7 @@ def main() -> None:
             fill_in_floor(rows)
             title = report(args, device, rows, failures)  # what was measured so far is not lost if the run is stopped
         if dist.get_rank() == 0:
-            print(table(rows[-len(args.tokens) :]), file=sys.stderr, flush=True)
+            print(table([row for row in rows if row.contestant == contestant]), file=sys.stderr, flush=True)
     left = {row.contestant: row.left_mib for row in rows if row.left_mib > LEFT_MIB}
     if dist.get_rank() == 0:
         print(title, f"{args.layers} blocks, dim {args.dim}, ffn {args.ffn}", table(rows), sep="\n", flush=True)

@@ -156,6 +156,17 @@ def test_a_contestant_that_is_not_what_it_is_called_is_refused():
             check(name, symmetric_bytes, graphs, 10)
 
 
+def test_what_was_measured_stays_where_a_larger_size_fails(monkeypatch):
+    bench, rows = script("bench"), []
+    monkeypatch.setattr(bench, "build", lambda *args: torch.nn.Linear(1, 1))
+    monkeypatch.setattr(bench, "measure", lambda contestant, model, tokens, *args: (1 / (16 - tokens), (0.0, 0.0)))
+    mesh = Namespace(mesh_dim_names=("gtp",))
+    with pytest.raises(ZeroDivisionError):
+        for row in bench.run("none", Namespace(**OPTIONS | {"tokens": [8, 16]}), mesh, CPU):
+            rows.append(row)
+    assert [row.tokens for row in rows] == [8]
+
+
 def test_two_backends_of_symmetric_memory_are_refused():
     check = script("contestants").check_symmetric
     check(["none", "fsdp_block+symm", "gtp+collective"])
