@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .fabric import Address, Sum
-from .summing import sum_in_one_kernel
+from .summing import new_kernel, sum_in_one_kernel
 from .watchdog import NUM_KINDS
 
 logger = logging.getLogger(__name__)
@@ -122,8 +122,7 @@ class CudaFabric:
         self.copying, self.pushing, self.summing, self._reading = (stream.cuda_stream for stream in self._streams)
         self._progress = self._on_device(self._words.data_ptr())
         self.progress = (ctypes.c_int32 * NUM_KINDS).from_address(self._words.data_ptr())
-        summing, self._set_stream = self._streams[2], torch._C._cuda_setStream
-        self._summing = summing.stream_id, summing.device_index, summing.device_type
+        self._kernel = new_kernel()
 
     def _on_device(self, host_address: Address) -> Address:
         found = ctypes.c_uint64()
@@ -237,12 +236,7 @@ class CudaFabric:
         return _MemOp(_WAIT, 0, word, value, _EQUAL)
 
     def sum(self, lane: int, job: Sum) -> None:
-        before = torch._C._cuda_getCurrentStream(self._index)
-        self._set_stream(*self._summing)
-        try:
-            sum_in_one_kernel(job)
-        finally:
-            self._set_stream(*before)
+        sum_in_one_kernel(job, self._kernel, lane)
 
     # ---- when it goes wrong
 
