@@ -209,9 +209,12 @@ class CudaFabric:
     def writer(self, words: Sequence[Address], value: int) -> Callable[[int], None]:
         jobs = (_MemOp * len(words))(*(_MemOp(_WRITE, 0, word, value) for word in words))
         num, address, driver = len(words), ctypes.addressof(jobs), self._driver
+        enqueue = driver.memory_operations
 
         def write(lane: int, _jobs=jobs) -> None:
-            driver.check(driver.memory_operations(lane, num, address, 0), "signals")
+            code = enqueue(lane, num, address, 0)
+            if code:
+                driver.check(code, "signals")
 
         return write
 
@@ -220,11 +223,16 @@ class CudaFabric:
         resets = [_MemOp(_WRITE, 0, word, 1 - value) for word in words]
         jobs = (_MemOp * (2 * len(words) + 1))(*waits, *resets, _MemOp(_WRITE, 0, self._progress + 4 * kind))
         num, address, driver, last = len(jobs), ctypes.addressof(jobs), self._driver, jobs[len(jobs) - 1]
+        enqueue = driver.memory_operations
 
         def take(lane: int, number: int | None, _jobs=jobs) -> None:
-            last.value = number or 0
-            count = num - 1 if number is None else num
-            driver.check(driver.memory_operations(lane, count, address, 0), "waiting for signals")
+            if number is None:
+                code = enqueue(lane, num - 1, address, 0)
+            else:
+                last.value = number
+                code = enqueue(lane, num, address, 0)
+            if code:
+                driver.check(code, "waiting for signals")
 
         return take
 

@@ -18,9 +18,9 @@
     all streams of a device share one hardware queue. It rests on all ranks running the same program: a rank that alone
     rewrites its shards waits for the others until the watchdog ends it.
 
-    In a CUDA graph the host's order is gone, and any order that agrees with the graph's edges may be the queue's. So under
-    capture there is an edge from each signal to the wait for the peers' signals of that place, also where streams do not
-    need one: from telling of parts to waiting for parts, and from giving room in a slot to waiting for room in it.
+    In a CUDA graph the host's order is gone, and any order that agrees with the graph's edges may be the queue's. So there
+    is an edge from each signal to the wait for the peers' signals of that place, also where streams do not need one: from
+    telling of parts to waiting for parts, and under capture from giving room in a slot to waiting for room in it.
 
 [Note: replays]
     A graph begins with all side streams waiting for the one that captures, and ends with that one waiting for them. What
@@ -408,37 +408,35 @@ class SymmetricTransport(CollectiveTransport):
             itemsize = grad.itemsize
             pieces = pieces_of(weight.cut, weight.tp_local_shape, self.size, inbox.part_bytes // itemsize)
             self._pieces[weight] = itemsize, pieces
-        done, now = self._event(), fabric.current()
-        fabric.record(done, now)
-        fabric.wait(fabric.pushing, done)
-        fabric.wait(fabric.summing, done)
+        done, pushing, summing = self._event(), fabric.pushing, fabric.summing
+        fabric.record(done, fabric.current())
+        fabric.wait(pushing, done)
         base = grad.data_ptr()
         for piece in pieces:
             slot = inbox.next_slot()
             if self.is_capturing and slot.is_captured:
-                fabric.wait(fabric.pushing, slot.given)
-            slot.take_room(fabric.pushing, weight.fqn)
+                fabric.wait(pushing, slot.given)
+            slot.take_room(pushing, weight.fqn)
             for peer in self._peers:
                 start, width = piece.parts[peer]
                 if width and piece.num_runs == 1:
-                    fabric.copy(slot.at[peer], base + start * itemsize, width * itemsize, fabric.pushing)
+                    fabric.copy(slot.at[peer], base + start * itemsize, width * itemsize, pushing)
                 elif width:
                     width *= itemsize
                     source, pitch = base + start * itemsize, piece.run_stride * itemsize
-                    fabric.copy_rows(slot.at[peer], width, source, pitch, width, piece.num_runs, fabric.pushing)
-            slot.tell(fabric.pushing)
-            if self.is_capturing:  # see [Note: why this cannot lock up]
-                fabric.record(self._issued, fabric.pushing)
-                fabric.wait(fabric.summing, self._issued)
-            slot.take_parts(fabric.summing, weight.fqn)
+                    fabric.copy_rows(slot.at[peer], width, source, pitch, width, piece.num_runs, pushing)
+            slot.tell(pushing)
+            # The sum is made when the peers' parts are there, so about when ours are with them: one edge orders it after the
+            # gradient, orders its end after all that read the gradient, and is what a capture needs.
+            fabric.record(done, pushing)
+            fabric.wait(summing, done)
+            slot.take_parts(summing, weight.fqn)
             self._sum_piece(piece, slot, grad, out, scale, adds)
-            slot.give_room(fabric.summing)
+            slot.give_room(summing)
             if self.is_capturing:
-                fabric.record(slot.given, fabric.summing)
+                fabric.record(slot.given, summing)
                 slot.is_captured = True
-        fabric.record(done, fabric.pushing)
-        fabric.wait(fabric.summing, done)
-        fabric.record(done, fabric.summing)
+        fabric.record(done, summing)
         return Ticket(self, done)
 
     def _sum_piece(
