@@ -63,7 +63,11 @@ class PendingSum:
     def rows(self, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
         """Wait. Returns ``scale`` times the summed rows in ``dtype``, contiguous, ours to keep; :meth:`release` follows."""
         own = self._own()
-        return scaled(own if own is self._out else own.clone(memory_format=torch.contiguous_format), dtype, scale)
+        if own is not self._out:
+            own = own.clone(memory_format=torch.contiguous_format)
+        if own.dtype is dtype:  # as in scaled()
+            return own if scale == 1.0 else own.mul_(scale)
+        return scaled(own, dtype, scale)
 
     def add_to(self, into: torch.Tensor, scale: float = 1.0) -> None:
         """Wait. ``into += scale * the summed rows``; :meth:`release` follows. Once, and instead of :meth:`rows`."""

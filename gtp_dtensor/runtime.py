@@ -27,7 +27,7 @@ from .reduce import Reducer
 from .schedule import IN_BACKWARD, Kind, Schedule, Use, block_distance, is_out_of_reach
 from .small import SmallParam
 from .steps import watch_optimizers
-from .weight import Lease, ShardedWeight
+from .weight import Lease, LeaseState, ShardedWeight
 
 if TYPE_CHECKING:
     from .graph_capture import Captured
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 
 _current_task, _is_grad_enabled = torch._C._current_graph_task_id, torch.is_grad_enabled
-_FORWARD, _INFERENCE, _RECOMPUTE, _BACKWARD = Kind  # looking a member up in its class costs more than a method call
+# Looking a member up in its class costs more than a method call.
+_FORWARD, _INFERENCE, _RECOMPUTE, _BACKWARD = Kind
+_IN_FLIGHT, _READY = LeaseState.IN_FLIGHT, LeaseState.READY
 
 
 class _BackwardEnd:
@@ -301,7 +303,9 @@ class Runtime:
         Raises:
             RuntimeError: it was written since.
         """
-        if self._backwards or _current_task() != -1:
+        task = _current_task()
+        known = self._backwards.get(task)
+        if (known is None or known() is None) and (task != -1 or self._backwards):
             self.enter()
         schedule = self.schedule
         if not schedule.record(weight.index, kind, self._starts_pass):
@@ -327,7 +331,11 @@ class Runtime:
         elif lease.prefetched:
             weight.counters.num_prefetch_hits += 1
         if waits or timer is not None:
-            lease.wait()
+            if lease.state is _IN_FLIGHT and not weight.checks_states:  # what Lease.wait does
+                lease.state = _READY
+                lease.transfer.wait()
+            else:
+                lease.wait()
         if timer is not None:
             timer.ready()
         coming = schedule.next_use
