@@ -28,7 +28,7 @@ import torch.nn as nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .functional import Edge, engine_edges
-from .graph_capture import CudaRecorder, Recorder, Runtimes, RuntimesReplay
+from .graph_capture import CudaRecorder, Recorder, Runtimes, RuntimesReplay, leaves_apart
 from .graph_checks import GraphError, Held, HostReads, Places
 from .layout import new_dtensor
 from .members import model_members
@@ -277,7 +277,8 @@ class _Block:
         self._forward_replays = RuntimesReplay(self.owner.runtimes, is_part=True)
 
         def captured() -> list[torch.Tensor]:
-            with self.owner.runtimes.capturing(self._forward_replays, self.weights):
+            members = [*self.weights, *self._smalls]
+            with self.owner.runtimes.capturing(self._forward_replays, self.weights), leaves_apart(members):
                 result = self._forward(*args, **kwargs)
             outputs, self._output_tree = tree_flatten(result)
             if not all(isinstance(output, torch.Tensor) for output in outputs):

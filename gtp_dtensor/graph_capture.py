@@ -27,6 +27,7 @@ import torch.nn as nn
 from .counters import Tally
 from .members import model_runtimes
 from .runtime import Runtime
+from .small import SmallParam
 from .transport import CollectiveTransport
 from .weight import Lease, ShardedWeight
 
@@ -47,6 +48,12 @@ class Recorder(Protocol):
 
     def release(self) -> None:
         """Free all graphs, which must not be replayed any more. Waits for the device."""
+
+
+def _free_workspaces() -> None:
+    """Of cuBLAS, which torch keeps for each stream and thread, 32 MiB each on recent GPUs: those of our stream would outlive
+    us, and one that came to be in a capture would hold the memory of its graph. Others come anew when they are needed."""
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 class CudaRecorder:
@@ -71,6 +78,7 @@ class CudaRecorder:
         """See :meth:`Recorder.prepare`."""
         torch.cuda.synchronize(self._device)
         gc.collect()  # what has a destructor that calls CUDA would break a capture that it dies in
+        _free_workspaces()
         torch.cuda.empty_cache()
 
     def capture(self, step: Callable[[], Any], failed: Callable[[], None]) -> tuple[Callable[[], None], Any]:
@@ -96,6 +104,7 @@ class CudaRecorder:
         finally:
             if collects:
                 gc.enable()
+        _free_workspaces()
         self._graphs.append(graph)
         return graph.replay, result
 
@@ -120,6 +129,7 @@ class CudaRecorder:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+        _free_workspaces()
         self._pool = torch.cuda.graph_pool_handle()  # torch knows no graph that uses the one before
 
 
@@ -229,6 +239,25 @@ class Runtimes:
     def schedules(self) -> list[dict[str, object]]:
         """Of all runtimes, as they are now."""
         return [runtime.schedule.state() for runtime in self.all]
+
+
+@contextlib.contextmanager
+def leaves_apart(members: Iterable[ShardedWeight | SmallParam]) -> Iterator[None]:
+    """Around a captured forward whose backward is captured apart from it, without hooks on parameters: autograd's graph of it
+    hangs on leaves of its own.
+
+    A leaf's node in autograd's graph is on the stream that was current when it came to be, and lives as long as any graph
+    that has it. A loss that is still referenced, that of the microbatch before say, would bring a stream into the capture
+    that takes no part in it.
+    """
+    members = list(members)
+    for member in members:
+        member.leaf = member.param.detach().requires_grad_(member.param.requires_grad)
+    try:
+        yield
+    finally:
+        for member in members:
+            member.leaf = member.param
 
 
 class RuntimesReplay:

@@ -184,12 +184,13 @@ class ShardedWeight:
     """A parameter cut over the gtp axis, with its leases, compute shard and counters.
 
     Several modules may own the same parameter (tied weights): then they share this object. The parameter is looked
-    up again at each use, since ``load_state_dict(assign=True)`` or ``to_empty`` replace it.
+    up again at each use, since ``load_state_dict(assign=True)`` or ``to_empty`` replace it. ``leaf`` is what autograd's graph hangs on: the
+    parameter, but while a block is captured (:func:`.graph_capture.leaves_apart`).
     """
 
     # Side by side in memory, first what each use reads: those are thirty reads, of which caches hold few in a step.
     __slots__ = (
-        "runtime index next_lease kept_lease generation num_writes compute_shard counters param _local _version "
+        "runtime index next_lease kept_lease generation num_writes compute_shard counters param leaf _local _version "
         "_local_version _counts_versions checks_states quantized is_read_as_gathered buffer_shape cut gathered_bytes _pieces "
         "tp param_dtype _reduce_dtype send_shape shard_shape fqn role spec layout replica_cut first_stored_row num_local_rows "
         "num_stored_rows tp_local_shape num_buffer_elements wire is_buffer_exact stored_shape piece_shape owners serial tokens "
@@ -209,7 +210,7 @@ class ShardedWeight:
         self.index = index
         self.fqn = fqn
         self.role = role_of_fqn(fqn)
-        self.param = param
+        self.param = self.leaf = param
         self.spec: DTensorSpec = param._spec
         self.layout = layout
         self.cut, self.replica_cut, self.tp = layout.cut, layout.replica_cut, layout.tp
@@ -296,7 +297,7 @@ class ShardedWeight:
 
     def replace_param(self, param: nn.Parameter) -> None:
         """Use ``param`` from now on (its layout was checked)."""
-        self.param = param
+        self.param = self.leaf = param
         self.count_write()
         self.mark_changed()
 
