@@ -76,9 +76,7 @@ def linear_weight_grad(grad_rows: torch.Tensor, x_rows: torch.Tensor, dtype: tor
     ``dtype`` where that is float32 (no rounding to 16 bits and no kernel that converts); elsewhere it has the dtype of its
     factors. Factors on a mesh give a product on it."""
     if type(x_rows) is type(grad_rows) is torch.Tensor:
-        if dtype is torch.float32 and _leaves_float32(grad_rows, x_rows):
-            return torch.mm(grad_rows.t(), x_rows, out_dtype=dtype)
-        return torch.mm(grad_rows.t(), x_rows)
+        return _local_weight_grad(grad_rows, x_rows, dtype)
     placement = None
     if type(x_rows) is type(grad_rows) is DTensor:
         given, read = grad_rows._spec, x_rows._spec
@@ -86,7 +84,7 @@ def linear_weight_grad(grad_rows: torch.Tensor, x_rows: torch.Tensor, dtype: tor
             placement = _WEIGHT_GRAD_PLACEMENTS.get((given.placements[0], read.placements[0]))
     if placement is None:
         return torch.mm(grad_rows.t(), x_rows)  # by DTensor's rule, which moves what has to move
-    local = linear_weight_grad(grad_rows._local_tensor, x_rows._local_tensor, dtype)
+    local = _local_weight_grad(grad_rows._local_tensor, x_rows._local_tensor, dtype)
     shape = torch.Size((grad_rows.shape[1], x_rows.shape[1]))
     meta = TensorMeta(shape, (shape[1], 1), local.dtype)
     return new_dtensor(local, DTensorSpec(given.mesh, (placement,), tensor_meta=meta))
@@ -101,12 +99,11 @@ _WEIGHT_GRAD_PLACEMENTS = {
 }
 
 
-def _leaves_float32(grad_rows: torch.Tensor, x_rows: torch.Tensor) -> bool:
-    """Whether a GEMM of these can write the float32 that it sums in."""
-    return x_rows.dtype in _HALF and x_rows.dtype is grad_rows.dtype and (x_rows.is_cuda or x_rows.is_meta)
-
-
-_HALF = (torch.bfloat16, torch.float16)
+def _local_weight_grad(grad_rows: torch.Tensor, x_rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype is torch.float32 and (x_rows.is_cuda or x_rows.is_meta):
+        if x_rows.dtype is grad_rows.dtype and x_rows.dtype in (torch.bfloat16, torch.float16):
+            return torch.mm(grad_rows.t(), x_rows, out_dtype=dtype)
+    return torch.mm(grad_rows.t(), x_rows)
 
 
 def rows_here(
