@@ -68,25 +68,24 @@ class PendingSum:
 
     def rows(self, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
         """Wait. Returns ``scale`` times the summed rows in ``dtype``, contiguous, ours to keep; :meth:`release` follows."""
-        own = self._own()
-        if own is not self._out:
-            own = own.clone(memory_format=torch.contiguous_format)
+        self._transfer.wait()
+        own = self._out
+        if own.shape != self._shape:
+            own = own[tuple(map(slice, self._shape))].clone(memory_format=torch.contiguous_format)
         if own.dtype is dtype:  # as in scaled()
             return own if scale == 1.0 else own.mul_(scale)
         return scaled(own, dtype, scale)
 
     def add_to(self, into: torch.Tensor, scale: float = 1.0) -> None:
         """Wait. ``into += scale * the summed rows``; :meth:`release` follows. Once, and instead of :meth:`rows`."""
-        own = self._own()
+        self._transfer.wait()
+        own = self._out
+        if own.shape != self._shape:
+            own = own[tuple(map(slice, self._shape))]
         if scale == 1.0:
             into.add_(own)  # parsed faster than with alpha
         else:
             into.add_(own, alpha=scale)  # in the wider of both dtypes, rounded once
-
-    def _own(self) -> torch.Tensor:
-        self._transfer.wait()
-        out, shape = self._out, self._shape
-        return out if out.shape == shape else out[tuple(map(slice, shape))]
 
     def release(self) -> None:
         """What reads the result is enqueued, or nobody wants it."""

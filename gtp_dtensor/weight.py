@@ -194,7 +194,7 @@ class ShardedWeight:
         "_local_version _counts_versions checks_states quantized is_read_as_gathered buffer_shape cut gathered_bytes _pieces "
         "tp param_dtype _reduce_dtype send_shape shard_shape fqn role spec layout replica_cut first_stored_row num_local_rows "
         "num_stored_rows tp_local_shape num_buffer_elements wire is_buffer_exact stored_shape piece_shape owners serial tokens "
-        "_piece _copy is_placed keeps_back __weakref__"
+        "_piece _copy is_placed keeps_back route __weakref__"
     ).split()
 
     def __init__(
@@ -249,6 +249,7 @@ class ShardedWeight:
         self._pieces: Transfer | None = None  # a gather of all replicas' pieces, in flight
         self._copy: torch.Tensor | None = None  # memory of the compute shard, where it is not the shard itself
         self.is_placed = False  # the transport chose the memory of what is sent
+        self.route: tuple | None = None  # what the transport remembers of how gradients travel
         # What this rank sends, (cut.padded, ...) in compute dtype: the shard, or its copy; None while it is out of
         # date.
         self.compute_shard: torch.Tensor | None = None

@@ -189,7 +189,6 @@ class SymmetricTransport(CollectiveTransport):
         self._shared: dict[Address, tuple[Shared, list[tuple[int, Address]]]] = {}
         self._placed: weakref.WeakKeyDictionary[ShardedWeight, tuple] = weakref.WeakKeyDictionary()
         self._inbox: Inbox | None = None
-        self._pieces: weakref.WeakKeyDictionary[ShardedWeight, tuple[int, list[Piece]]] = weakref.WeakKeyDictionary()
 
     @property
     def num_bytes(self) -> int:
@@ -403,11 +402,11 @@ class SymmetricTransport(CollectiveTransport):
         inbox = self._inbox
         if inbox is None:
             inbox = self._inbox = self._new_inbox(weight)
-        itemsize, pieces = self._pieces.get(weight, (0, []))
+        itemsize, pieces = weight.route or (0, [])
         if itemsize != grad.itemsize:
             itemsize = grad.itemsize
             pieces = pieces_of(weight.cut, weight.tp_local_shape, self.size, inbox.part_bytes // itemsize)
-            self._pieces[weight] = itemsize, pieces
+            weight.route = itemsize, pieces
         done, pushing, summing = self._event(), fabric.pushing, fabric.summing
         fabric.record(done, fabric.current())
         fabric.wait(pushing, done)
@@ -450,7 +449,7 @@ class SymmetricTransport(CollectiveTransport):
             own_start=start,
             run=width,
             run_stride=piece.run_stride,
-            inbox=slot.memory.view(grad.dtype),
+            inbox=slot.viewed_as(grad.dtype),
             stride=self._inbox.part_bytes // grad.itemsize,
             out=out,
             out_start=piece.first_run * (out.numel() // piece.num_runs_in_all) + piece.first,
