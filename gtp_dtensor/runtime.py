@@ -25,7 +25,7 @@ from .modes import in_backward, plain_ops
 from .quantized import FiniteCheck, refresh_quantized
 from .reduce import Reducer
 from .schedule import IN_BACKWARD, Kind, Schedule, Use, block_distance, is_out_of_reach
-from .small import SmallParam
+from .small import SmallParam, copy_together
 from .steps import watch_optimizers
 from .weight import Lease, LeaseState, ShardedWeight
 
@@ -82,6 +82,7 @@ class Runtime:
         self.finite_checks: dict[tuple[str, ...], FiniteCheck] = {}  # of the last quantizations, by their weights
         self.is_compiled = False  # compiled code uses our weights
         self.has_optimizer = False  # an optimizer stepped on our weights
+        self._has_small_copies = False
         self.is_stepping = False  # an optimizer's step runs, or raised before its end
         self._mispredictions_pruned = 0
         self._backwards: dict[int, weakref.ref[_BackwardEnd]] = {}
@@ -198,6 +199,9 @@ class Runtime:
         # of its step.
         if self.is_stepping or not (torch.is_grad_enabled() and self.has_optimizer):
             self.distrust_copies()
+        elif not self._has_small_copies and self.captured is None:
+            self._has_small_copies = True
+            copy_together(self.live_smalls())
 
     @property
     def is_in_root(self) -> bool:
@@ -223,6 +227,17 @@ class Runtime:
         """Rewrite each compute shard before its next gather."""
         for weight in self.live_weights():
             weight.distrust_copy()
+        self.drop_small_copies()
+
+    def trusts_small_copies(self) -> bool:
+        """Whether a use that happens now may read what was cast when the root's forward began."""
+        return self.captured is None and (self._depth > 0 or _current_task() != -1)
+
+    def drop_small_copies(self) -> None:
+        """Parameters that stay whole may have been written: see [Note: copies in compute dtype] in small.py."""
+        self._has_small_copies = False
+        for small in self.live_smalls():
+            small.keep_copy(None)
 
     def forward_kind(self) -> Kind:
         """The kind of a forward use that happens now."""
