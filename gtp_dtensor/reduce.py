@@ -69,8 +69,8 @@ class Reducer:
         self.has_replicas = self._over_shards is not None or self._over_copies is not None
         self.pending = Stage(self._to_replicas if self.has_replicas else self._accumulate)  # over gtp
         self._in_flight = self.pending.in_flight
-        # Local gradients that this backward began, by id, whose scale is owed: one kernel for all of them ends it.
-        self._unscaled: dict[int, torch.Tensor] = {}
+        # Sums for parameters, by their id, that have no gradient yet: scaled together, by one kernel.
+        self._new: dict[int, tuple[ShardedWeight, nn.Parameter, torch.Tensor]] = {}
         self._to_shards = Stage(self._accumulate if self._over_copies is None else self._from_shards)
         self._to_copies = Stage(self._from_copies)
         self._back_to_copies = Stage(self._accumulate)  # sums that each copy made a part of
@@ -103,29 +103,35 @@ class Reducer:
         if reduction.is_in_grad:
             return
         param, scale = reduction.param, self._runtime.gradient_scale
-        grad = param.grad
-        if grad is not None:
-            local = grad._local_tensor
-            reduction.add_to(local, 1.0 if id(local) in self._unscaled else scale)
-            return
-        dtype = param.dtype
-        if scale != 1.0 and self._is_async and may_be_scaled_later(reduction.dtype, dtype):
-            local = reduction.rows(dtype)
-            self._unscaled[id(local)] = local
+        new, grad, dtype = self._new.get(id(param)), param.grad, param.dtype
+        if new is not None:
+            reduction.add_to(new[2])
+        elif grad is not None:
+            reduction.add_to(grad._local_tensor, scale)
+        elif scale != 1.0 and self._is_async and may_be_scaled_later(reduction.dtype, dtype):
+            self._new[id(param)] = reduction.weight, param, reduction.rows(dtype)
         else:
-            local = reduction.rows(dtype, scale)
-        param.grad = new_dtensor(local, param._spec)
+            param.grad = new_dtensor(reduction.rows(dtype, scale), param._spec)
 
     def receive(self) -> None:
-        """What is in flight over gtp, into ``.grad`` where nothing follows; all of ``.grad`` is as large as it should be."""
+        """What is in flight over gtp, into ``.grad`` where nothing follows."""
         with plain_ops():
             self.pending.receive()
-            self._settle_scale()
+            self._give_new()
 
-    def _settle_scale(self) -> None:
-        if self._unscaled:
-            unscaled, self._unscaled = list(self._unscaled.values()), {}
-            torch._foreach_mul_(unscaled, self._runtime.gradient_scale)
+    def _give_new(self) -> None:
+        """New gradients, scaled, to their parameters. Autograd itself may have given these some meanwhile, where a DTensor
+        operator read them."""
+        if not self._new:
+            return
+        given, self._new = list(self._new.values()), {}
+        torch._foreach_mul_([local for _, _, local in given], self._runtime.gradient_scale)
+        for weight, param, local in given:
+            if param.grad is None:
+                param.grad = new_dtensor(local, param._spec)
+            else:
+                check_grad(param, weight.fqn)
+                param.grad._local_tensor.add_(local)
 
     def _to_replicas(self, reduction: Pending) -> None:
         proceed = self._keep_back if reduction.weight.keeps_back else self._go_on
@@ -415,7 +421,7 @@ class Reducer:
                 self.pending.receive()
                 self._merge_small()
                 self._bring_out(brings_out_all)
-                self._settle_scale()
+                self._give_new()
         except BaseException:
             self.void()
             raise
@@ -444,8 +450,8 @@ class Reducer:
     def void(self) -> None:
         """Wait for and drop what is not in ``.grad`` yet: the backward that launched it raised.
 
-        As everywhere in PyTorch, ``.grad`` may hold a part of such a backward's gradients (on a GPU all that were
-        launched): ``zero_grad()`` before the next one. What earlier microbatches left here cannot be told from it.
+        As everywhere in PyTorch, ``.grad`` may hold a part of such a backward's gradients (on a GPU all that were launched and
+        added to another): ``zero_grad()`` before the next one. What earlier microbatches left here cannot be told from it.
         """
         if self.kept_back or self.small_kept_back:
             logger.warning(
@@ -454,15 +460,13 @@ class Reducer:
             )
         for stage in self._stages:
             stage.drop()
-        self.small, self.kept_back, self.small_kept_back = {}, {}, {}
-        with plain_ops():
-            self._settle_scale()
+        self.small, self.kept_back, self.small_kept_back, self._new = {}, {}, {}, {}
 
     def discard(self) -> None:
         """What is under way was part of a capture that failed: nothing of it ran."""
         for stage in self._stages:
             stage.discard()
-        self.small, self.kept_back, self.small_kept_back, self._unscaled = {}, {}, {}, {}
+        self.small, self.kept_back, self.small_kept_back, self._new = {}, {}, {}, {}
 
 
 def _own_gradient(weight: ShardedWeight, grad: torch.Tensor) -> torch.Tensor:

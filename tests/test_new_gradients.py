@@ -1,4 +1,4 @@
-"""Gradients that a backward begins are scaled when it ends, all at once; whatever adds to them before must know."""
+"""Gradients of parameters that had none are scaled when the backward ends, all at once, and given to them then."""
 
 from unittest import mock
 
@@ -16,8 +16,8 @@ _foreach_mul_ = torch._foreach_mul_
 
 
 class _Chain(nn.Module):
-    """Linears of which the first one is used three times, with others between, so that its gradient begins, and is added to
-    while it waits for its scale."""
+    """Linears of which the first one is used three times, with others between, so that more is added to its gradient while
+    that waits for its scale."""
 
     def __init__(self):
         super().__init__()
@@ -70,28 +70,31 @@ def test_gradients_that_begin_and_grow_in_one_backward(mesh, rank, world_size, c
 
 
 @ranks(3)
-def test_a_backward_that_raises_leaves_no_gradient_unscaled(mesh, rank, world_size):
-    """As before, ``.grad`` may hold a part of its gradients; each as large as it should be, and the next one is clean."""
+def test_a_backward_that_raises_gives_no_gradient_unscaled(mesh, rank, world_size):
+    """What was not in ``.grad`` by then is dropped with it, and the next one is clean."""
     model, reference = _pair(mesh, GTPConfig())
     (runtime,) = model_runtimes(model)
-    unscaled = []
+    new = []
 
     def hook(grad):
-        unscaled.extend(runtime.reducer._unscaled.values())
+        new.extend(runtime.reducer._new)
         raise ZeroDivisionError
 
     y = model(local_slice(_batch(0), rank, world_size), hook)
     with pytest.raises(ZeroDivisionError):
         mean_square(y).backward()
-    assert unscaled  # the trap is armed
-    mean_square(model(local_slice(_batch(1), rank, world_size))).backward()  # notices it, and adds
-    found = full_gradients(model)["linears.3.weight"]
-    for number in range(2):
-        mean_square(reference(_batch(number))).backward()
-    expected = full_gradients(reference)["linears.3.weight"]
-    assert_close_to_reference({"linears.3": found}, {"linears.3": expected}, "gradient")
-    for module in (model, reference):
-        module.zero_grad()
-    mean_square(model(local_slice(_batch(2), rank, world_size))).backward()
-    mean_square(reference(_batch(2))).backward()
+    assert new and all(param.grad is None for param in model.parameters())  # the trap is armed
+    mean_square(model(local_slice(_batch(1), rank, world_size))).backward()
+    mean_square(reference(_batch(1))).backward()
     assert_close_to_reference(full_gradients(model), full_gradients(reference), "gradient")
+
+
+@ranks(3)
+def test_autograd_gives_a_gradient_too_in_the_same_backward(mesh, rank, world_size):
+    """Where a DTensor operator reads the parameter, what comes of it is in ``.grad`` before ours, and is not scaled."""
+    model, reference = _pair(mesh, GTPConfig())
+    for number in range(2):
+        penalty = sum(param.square().sum().full_tensor() for param in model.parameters())
+        (mean_square(model(local_slice(_batch(number), rank, world_size))) + penalty).backward()
+        (mean_square(reference(_batch(number))) + sum(p.square().sum() for p in reference.parameters())).backward()
+        assert_close_to_reference(full_gradients(model), full_gradients(reference), "gradient")
