@@ -139,12 +139,13 @@ class Captured:
 
     Attributes:
         weights: that may be gathered ahead, of a part of a step; None: all, of a whole one.
-        leases: made.
+        leases: made; ``gathered``: of which weights.
         refreshed: whose compute shards the graph rewrites.
     """
 
     weights: frozenset[ShardedWeight] | None = None
     leases: list[weakref.ref[Lease]] = field(default_factory=list)
+    gathered: set[ShardedWeight] = field(default_factory=set)
     refreshed: set[ShardedWeight] = field(default_factory=set)
 
 
@@ -278,8 +279,9 @@ class RuntimesReplay:
     def note_captured(self) -> None:
         """The step was captured."""
         refreshed = {weight for runtime in self._runtimes.all for weight in runtime.captured.refreshed}
+        gathered = {weight for runtime in self._runtimes.all for weight in runtime.captured.gathered}
         for weight, num_writes, generation in self._before:
-            if weight not in refreshed:
+            if weight in gathered and weight not in refreshed:
                 self._kept.append(weight)
             if weight.num_writes != num_writes:
                 self._stepped.append(weight)

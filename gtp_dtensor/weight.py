@@ -505,6 +505,8 @@ class ShardedWeight:
             transfer = transport.all_gather(buffer, shard, self.cut.dim)
         counters.gather_bytes += num_bytes
         lease = Lease(self, kind, buffer, transfer, prefetched, view)
-        if self.runtime.captured is not None:
-            self.runtime.captured.leases.append(weakref.ref(lease))
+        captured = self.runtime.captured
+        if captured is not None:
+            captured.leases.append(weakref.ref(lease))
+            captured.gathered.add(self)
         return lease
