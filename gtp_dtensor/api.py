@@ -56,6 +56,8 @@ def refresh(model: nn.Module) -> None:
     for member in model_members(model):
         if isinstance(member, ShardedWeight):
             member.mark_changed()
+        else:
+            member.keep_copy(None)
 
 
 @contextlib.contextmanager

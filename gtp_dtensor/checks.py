@@ -1,8 +1,11 @@
-"""Debug checks between ranks (``GTPConfig.check_param_states``)."""
+"""Checks of gradients, and debug checks between ranks (``GTPConfig.check_param_states``)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor
 
 from .modes import plain_ops
 
@@ -40,3 +43,14 @@ def check_peers(runtime: Runtime, members: list[ShardedWeight] | list[SmallParam
                 f"{theirs_named} on rank {rank}; all of them must run the same modules in the same order, with hooks on the "
                 "same parameters"
             )
+
+
+def check_grad(param: torch.Tensor, fqn: str) -> None:
+    """Raise where somebody put a gradient with other placements there, which torch would accept in silence."""
+    grad = param.grad
+    if grad is not None and (not isinstance(grad, DTensor) or grad._spec.placements != param._spec.placements):
+        found = grad._spec.placements if isinstance(grad, DTensor) else type(grad).__name__
+        raise RuntimeError(
+            f"{fqn}: .grad has placements {found}, the parameter {param._spec.placements}: set .grad to None or to a "
+            "DTensor placed like the parameter"
+        )

@@ -25,7 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from . import compiled
 from .layout import new_dtensor
 from .local import cast_inputs, embedding_grad, embedding_placement, linear_weight_grad, look_up, rows_here
-from .members import small_of, state_members, weight_of
+from .members import STATE, small_of, state_members, weight_of
 from .reduce import wants_gradient_returned
 from .schedule import Kind
 from .small import SmallParam
@@ -60,14 +60,18 @@ def refuse_graph(fqn: str) -> None:
 def fast_apply(function: type[torch.autograd.Function]) -> Callable:
     """``function.apply``, past a Python layer that only functorch and compilers need, and that looks at every
     argument."""
-    direct = super(torch.autograd.Function, function).apply
-    is_compiling, is_transformed = torch.compiler.is_compiling, torch._C._are_functorch_transforms_active
+    direct = direct_apply(function)
 
     @functools.wraps(function.apply)
     def apply(*args):
-        return function.apply(*args) if is_compiling() or is_transformed() else direct(*args)
+        return function.apply(*args) if _is_compiling() or _is_transformed() else direct(*args)
 
     return apply
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable:
+    """What :func:`fast_apply` calls where neither functorch nor a compiler is at work."""
+    return super(torch.autograd.Function, function).apply
 
 
 class Edge(Enum):
@@ -80,8 +84,10 @@ class Edge(Enum):
 
 # Looking a member up in its class costs more than a method call.
 _UNUSED, _ACCUMULATED, _CAPTURED = Edge
-_BACKWARD = Kind.BACKWARD
+_FORWARD, _INFERENCE, _RECOMPUTE, _BACKWARD = Kind
 _will_run, _is_grad_enabled = torch._C._will_engine_execute_node, torch.is_grad_enabled
+_current_task = torch._C._current_graph_task_id
+_is_compiling, _is_transformed = torch.compiler.is_compiling, torch._C._are_functorch_transforms_active
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
@@ -215,7 +221,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x, leaf, bias, weight: ShardedWeight, kind: Kind, dtype: torch.dtype | None):
         lease = weight.runtime.acquire(weight, kind)
-        w = lease.read()
+        w = lease.buffer if weight.is_read_as_gathered else lease.read()
         y = F.linear(x, w if dtype is None else w.to(dtype), bias)
         del w
         if weight.kept_lease is not lease:  # Runtime.release, written out
@@ -263,17 +269,18 @@ def _input_grad(
     lease: Lease, rows: torch.Tensor, dtype: torch.dtype | None, grad_y: torch.Tensor, x: torch.Tensor | None
 ) -> torch.Tensor:
     """``rows`` W, with the shape of ``x``, or where that was not saved the leading dims of ``grad_y``. Releases the lease."""
-    w = lease.read()
+    weight = lease.weight
+    w = lease.buffer if weight.is_read_as_gathered else lease.read()
     grad_x = torch.mm(rows, w if dtype is None else w.to(dtype))
     del w
-    if lease.weight.kept_lease is not lease:  # Runtime.release, written out
+    if weight.kept_lease is not lease:  # Runtime.release, written out
         lease.end()
     if rows is grad_y:
         return grad_x
     return grad_x.view(*grad_y.shape[:-1], grad_x.shape[1]) if x is None else grad_x.view_as(x)
 
 
-_apply_linear = fast_apply(_Linear)
+_apply_linear = direct_apply(_Linear)
 
 
 def _linear_backward_with_graph(ctx: FunctionCtx, grad_y: torch.Tensor) -> tuple:
@@ -335,14 +342,22 @@ def gathered_backward(
 
 def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """``module(x)`` for a linear whose weight is sharded."""
-    if is_dynamo_compiling():
-        return compiled.linear(module, x)
-    weight = weight_of(module, "weight")
-    bias = None if module._parameters.get("bias") is None else use_small(module, "bias")
+    apply = _apply_linear
+    if _is_compiling() or _is_transformed():
+        if is_dynamo_compiling():
+            return compiled.linear(module, x)
+        apply = _Linear.apply
+    # What weight_of and Runtime.forward_kind do, written out: each call costs.
+    parameters = module._parameters
+    weight = module.__dict__[STATE].weights["weight"]
+    if parameters.get("weight") is not weight.param:
+        weight = weight_of(module, "weight")
+    bias = None if parameters.get("bias") is None else use_small(module, "bias")
     param_dtype, dtype = weight.param_dtype, None
     if bias is not None or param_dtype is not None and x.dtype is not param_dtype or _is_any_autocast_enabled():
         x, bias, dtype = cast_inputs(x, bias, weight.compute_dtype, param_dtype is not None)
-    return _apply_linear(x, weight.leaf, bias, weight, weight.runtime.forward_kind(), dtype)
+    kind = _RECOMPUTE if _current_task() != -1 else _FORWARD if _is_grad_enabled() else _INFERENCE
+    return apply(x, weight.leaf, bias, weight, kind, dtype)
 
 
 # ---- embedding

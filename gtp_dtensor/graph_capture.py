@@ -317,6 +317,8 @@ class RuntimesReplay:
             weight.count_write()
         for weight in self._changed:
             weight.mark_changed()
+        for runtime in self._runtimes.all:
+            runtime.drop_small_copies()
 
     def give(self, replay: Callable[[], None]) -> None:
         """Give the current stream a replay."""

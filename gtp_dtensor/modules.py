@@ -211,7 +211,7 @@ def _share_versions(module: nn.Module, destination: dict, prefix: str) -> None:
     ``model.state_dict()`` would change the parameters without a trace.
     """
     state: ModuleState = module.__dict__[STATE]
-    for name in state.weights:
+    for name in (*state.weights, *state.smalls):
         param, value = module._parameters.get(name), destination.get(prefix + name)
         if isinstance(param, DTensor) and isinstance(value, DTensor) and value is not param:
             local = param._local_tensor

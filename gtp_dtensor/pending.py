@@ -16,7 +16,8 @@ import torch
 import torch.nn as nn
 
 from .accumulation import sum_parts
-from .transport import Ticket, Transfer
+from .layout import new_dtensor
+from .transport import SUMMED_DTYPES, Ticket, Transfer
 
 if TYPE_CHECKING:
     from .weight import ShardedWeight
@@ -32,6 +33,11 @@ def scaled(local: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tenso
             local = local.to(torch.promote_types(local.dtype, dtype))
         local.mul_(scale)
     return local if local.dtype == dtype else local.to(dtype)
+
+
+def may_be_scaled_later(summed: torch.dtype, kept: torch.dtype) -> bool:
+    """Whether a sum in one dtype loses nothing by being kept in the other one before it is scaled."""
+    return summed is kept or kept is torch.float32 and summed.itemsize <= kept.itemsize
 
 
 class PendingSum:
@@ -62,21 +68,24 @@ class PendingSum:
 
     def rows(self, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
         """Wait. Returns ``scale`` times the summed rows in ``dtype``, contiguous, ours to keep; :meth:`release` follows."""
-        own = self._own()
-        return scaled(own if own is self._out else own.clone(memory_format=torch.contiguous_format), dtype, scale)
+        self._transfer.wait()
+        own = self._out
+        if own.shape != self._shape:
+            own = own[tuple(map(slice, self._shape))].clone(memory_format=torch.contiguous_format)
+        if own.dtype is dtype:  # as in scaled()
+            return own if scale == 1.0 else own.mul_(scale)
+        return scaled(own, dtype, scale)
 
     def add_to(self, into: torch.Tensor, scale: float = 1.0) -> None:
         """Wait. ``into += scale * the summed rows``; :meth:`release` follows. Once, and instead of :meth:`rows`."""
-        own = self._own()
+        self._transfer.wait()
+        own = self._out
+        if own.shape != self._shape:
+            own = own[tuple(map(slice, self._shape))]
         if scale == 1.0:
             into.add_(own)  # parsed faster than with alpha
         else:
             into.add_(own, alpha=scale)  # in the wider of both dtypes, rounded once
-
-    def _own(self) -> torch.Tensor:
-        self._transfer.wait()
-        out, shape = self._out, self._shape
-        return out if out.shape == shape else out[tuple(map(slice, shape))]
 
     def release(self) -> None:
         """What reads the result is enqueued, or nobody wants it."""
@@ -220,6 +229,20 @@ class PendingPush:
         """See :meth:`PendingSum.discard`."""
         self._ticket.discard()
         self._grad = self._total = None
+
+
+def room_in_grad(param: nn.Parameter) -> tuple[torch.Tensor | None, bool]:
+    """For a :class:`PendingPush`: (local gradient that a kernel can write to, whether it has to add to it); None where it
+    has another kind of memory than the kernel serves."""
+    grad = param.grad
+    if grad is None:
+        if param.dtype not in SUMMED_DTYPES:
+            return None, False
+        local = torch.empty_like(param._local_tensor, memory_format=torch.contiguous_format)
+        param.grad = new_dtensor(local, param._spec)
+        return local, False
+    local = grad._local_tensor
+    return (local, True) if local.dtype in SUMMED_DTYPES and local.is_contiguous() else (None, False)
 
 
 Pending = PendingSum | PendingParts | PendingPush

@@ -23,12 +23,12 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .accumulation import sums_here
-from .checks import GRADIENT, GRADIENTS, RETURNED, check_peers
+from .checks import GRADIENT, GRADIENTS, RETURNED, check_grad, check_peers
 from .layout import RowCut, new_dtensor, share_storage
 from .modes import is_plain, own_ops, plain_ops
-from .pending import Pending, PendingParts, PendingPush, PendingSum, Stage, scaled
+from .pending import Pending, PendingParts, PendingPush, PendingSum, Stage, may_be_scaled_later, room_in_grad, scaled
 from .small import accumulate, joined, parts_of
-from .transport import SUMMED_DTYPES, CollectiveTransport
+from .transport import CollectiveTransport
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -36,17 +36,6 @@ if TYPE_CHECKING:
     from .weight import ShardedWeight
 
 logger = logging.getLogger(__name__)
-
-
-def check_grad(param: torch.Tensor, fqn: str) -> None:
-    """Raise where somebody put a gradient with other placements there, which torch would accept in silence."""
-    grad = param.grad
-    if grad is not None and (not isinstance(grad, DTensor) or grad._spec.placements != param._spec.placements):
-        found = grad._spec.placements if isinstance(grad, DTensor) else type(grad).__name__
-        raise RuntimeError(
-            f"{fqn}: .grad has placements {found}, the parameter {param._spec.placements}: set .grad to None or to a "
-            "DTensor placed like the parameter"
-        )
 
 
 class _Way(Enum):
@@ -80,6 +69,8 @@ class Reducer:
         self.has_replicas = self._over_shards is not None or self._over_copies is not None
         self.pending = Stage(self._to_replicas if self.has_replicas else self._accumulate)  # over gtp
         self._in_flight = self.pending.in_flight
+        # Sums for parameters, by their id, that have no gradient yet: scaled together, by one kernel.
+        self._new: dict[int, tuple[ShardedWeight, nn.Parameter, torch.Tensor]] = {}
         self._to_shards = Stage(self._accumulate if self._over_copies is None else self._from_shards)
         self._to_copies = Stage(self._from_copies)
         self._back_to_copies = Stage(self._accumulate)  # sums that each copy made a part of
@@ -112,11 +103,35 @@ class Reducer:
         if reduction.is_in_grad:
             return
         param, scale = reduction.param, self._runtime.gradient_scale
-        grad = param.grad
-        if grad is None:
-            param.grad = new_dtensor(reduction.rows(param.dtype, scale), param._spec)
-        else:
+        new, grad, dtype = self._new.get(id(param)), param.grad, param.dtype
+        if new is not None:
+            reduction.add_to(new[2])
+        elif grad is not None:
             reduction.add_to(grad._local_tensor, scale)
+        elif scale != 1.0 and self._is_async and may_be_scaled_later(reduction.dtype, dtype):
+            self._new[id(param)] = reduction.weight, param, reduction.rows(dtype)
+        else:
+            param.grad = new_dtensor(reduction.rows(dtype, scale), param._spec)
+
+    def receive(self) -> None:
+        """What is in flight over gtp, into ``.grad`` where nothing follows."""
+        with plain_ops():
+            self.pending.receive()
+            self._give_new()
+
+    def _give_new(self) -> None:
+        """New gradients, scaled, to their parameters. Autograd itself may have given these some meanwhile, where a DTensor
+        operator read them."""
+        if not self._new:
+            return
+        given, self._new = list(self._new.values()), {}
+        torch._foreach_mul_([local for _, _, local in given], self._runtime.gradient_scale)
+        for weight, param, local in given:
+            if param.grad is None:
+                param.grad = new_dtensor(local, param._spec)
+            else:
+                check_grad(param, weight.fqn)
+                param.grad._local_tensor.add_(local)
 
     def _to_replicas(self, reduction: Pending) -> None:
         proceed = self._keep_back if reduction.weight.keeps_back else self._go_on
@@ -268,7 +283,7 @@ class Reducer:
         scale, adds = 1.0, False
         total = None
         if not (returned or self.has_replicas):
-            total, adds = _room_in_grad(param)
+            total, adds = room_in_grad(param)
         is_in_grad = total is not None
         if is_in_grad:
             scale = runtime.gradient_scale
@@ -406,6 +421,7 @@ class Reducer:
                 self.pending.receive()
                 self._merge_small()
                 self._bring_out(brings_out_all)
+                self._give_new()
         except BaseException:
             self.void()
             raise
@@ -434,8 +450,8 @@ class Reducer:
     def void(self) -> None:
         """Wait for and drop what is not in ``.grad`` yet: the backward that launched it raised.
 
-        As everywhere in PyTorch, ``.grad`` may hold a part of such a backward's gradients (on a GPU all that were
-        launched): ``zero_grad()`` before the next one. What earlier microbatches left here cannot be told from it.
+        As everywhere in PyTorch, ``.grad`` may hold a part of such a backward's gradients (on a GPU all that were launched and
+        added to another): ``zero_grad()`` before the next one. What earlier microbatches left here cannot be told from it.
         """
         if self.kept_back or self.small_kept_back:
             logger.warning(
@@ -444,13 +460,13 @@ class Reducer:
             )
         for stage in self._stages:
             stage.drop()
-        self.small, self.kept_back, self.small_kept_back = {}, {}, {}
+        self.small, self.kept_back, self.small_kept_back, self._new = {}, {}, {}, {}
 
     def discard(self) -> None:
         """What is under way was part of a capture that failed: nothing of it ran."""
         for stage in self._stages:
             stage.discard()
-        self.small, self.kept_back, self.small_kept_back = {}, {}, {}
+        self.small, self.kept_back, self.small_kept_back, self._new = {}, {}, {}, {}
 
 
 def _own_gradient(weight: ShardedWeight, grad: torch.Tensor) -> torch.Tensor:
@@ -476,20 +492,6 @@ def _sum_of(small: SmallParam, before: SmallGrad | None, grad: SmallGrad) -> Sma
     partial = partial.clone()
     dist.all_reduce(partial, group=small.tp.mesh.get_group())
     return param, done + partial, False
-
-
-def _room_in_grad(param: nn.Parameter) -> tuple[torch.Tensor | None, bool]:
-    """(local gradient that a kernel can write to, whether it has to add to it); None where it has another kind of memory
-    than the kernel serves."""
-    grad = param.grad
-    if grad is None:
-        if param.dtype not in SUMMED_DTYPES:
-            return None, False
-        local = torch.empty_like(param._local_tensor, memory_format=torch.contiguous_format)
-        param.grad = new_dtensor(local, param._spec)
-        return local, False
-    local = grad._local_tensor
-    return (local, True) if local.dtype in SUMMED_DTYPES and local.is_contiguous() else (None, False)
 
 
 def wants_gradient_returned(param: nn.Parameter) -> bool:

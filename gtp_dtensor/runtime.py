@@ -25,9 +25,9 @@ from .modes import in_backward, plain_ops
 from .quantized import FiniteCheck, refresh_quantized
 from .reduce import Reducer
 from .schedule import IN_BACKWARD, Kind, Schedule, Use, block_distance, is_out_of_reach
-from .small import SmallParam
+from .small import SmallParam, copy_together
 from .steps import watch_optimizers
-from .weight import Lease, ShardedWeight
+from .weight import Lease, LeaseState, ShardedWeight
 
 if TYPE_CHECKING:
     from .graph_capture import Captured
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 
 _current_task, _is_grad_enabled = torch._C._current_graph_task_id, torch.is_grad_enabled
-_FORWARD, _INFERENCE, _RECOMPUTE, _BACKWARD = Kind  # looking a member up in its class costs more than a method call
+# Looking a member up in its class costs more than a method call.
+_FORWARD, _INFERENCE, _RECOMPUTE, _BACKWARD = Kind
+_IN_FLIGHT, _READY = LeaseState.IN_FLIGHT, LeaseState.READY
 
 
 class _BackwardEnd:
@@ -80,6 +82,7 @@ class Runtime:
         self.finite_checks: dict[tuple[str, ...], FiniteCheck] = {}  # of the last quantizations, by their weights
         self.is_compiled = False  # compiled code uses our weights
         self.has_optimizer = False  # an optimizer stepped on our weights
+        self._has_small_copies = False
         self.is_stepping = False  # an optimizer's step runs, or raised before its end
         self._mispredictions_pruned = 0
         self._backwards: dict[int, weakref.ref[_BackwardEnd]] = {}
@@ -196,6 +199,9 @@ class Runtime:
         # of its step.
         if self.is_stepping or not (torch.is_grad_enabled() and self.has_optimizer):
             self.distrust_copies()
+        elif not self._has_small_copies and self.captured is None:
+            self._has_small_copies = True
+            copy_together(self.live_smalls())
 
     @property
     def is_in_root(self) -> bool:
@@ -221,6 +227,17 @@ class Runtime:
         """Rewrite each compute shard before its next gather."""
         for weight in self.live_weights():
             weight.distrust_copy()
+        self.drop_small_copies()
+
+    def trusts_small_copies(self) -> bool:
+        """Whether a use that happens now may read what was cast when the root's forward began."""
+        return self.captured is None and (self._depth > 0 or _current_task() != -1)
+
+    def drop_small_copies(self) -> None:
+        """Parameters that stay whole may have been written: see [Note: copies in compute dtype] in small.py."""
+        self._has_small_copies = False
+        for small in self.live_smalls():
+            small.keep_copy(None)
 
     def forward_kind(self) -> Kind:
         """The kind of a forward use that happens now."""
@@ -301,7 +318,9 @@ class Runtime:
         Raises:
             RuntimeError: it was written since.
         """
-        if self._backwards or _current_task() != -1:
+        task = _current_task()
+        known = self._backwards.get(task)
+        if (known is None or known() is None) and (task != -1 or self._backwards):
             self.enter()
         schedule = self.schedule
         if not schedule.record(weight.index, kind, self._starts_pass):
@@ -327,7 +346,11 @@ class Runtime:
         elif lease.prefetched:
             weight.counters.num_prefetch_hits += 1
         if waits or timer is not None:
-            lease.wait()
+            if lease.state is _IN_FLIGHT and not weight.checks_states:  # what Lease.wait does
+                lease.state = _READY
+                lease.transfer.wait()
+            else:
+                lease.wait()
         if timer is not None:
             timer.ready()
         coming = schedule.next_use

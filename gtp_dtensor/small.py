@@ -2,6 +2,14 @@
 
 It is a DTensor on the storage mesh like the sharded ones, ``Replicate()`` over gtp, so that optimizers and clipping
 meet one mesh; only inside its module's forward is it seen as the plain (or tp) tensor that the module expects.
+
+[Note: copies in compute dtype]
+    Where that is not the parameter's own dtype, each use casts. In training all but large ones are cast together instead,
+    by one kernel when the root's forward begins, and then no more until something may have written them: an optimizer's
+    step, ``refresh``, a replay of a step, an evaluation. Each time these are new tensors, since a graph may still hold the
+    ones of before. A parameter that was written since, as far as its versions tell, is cast at each use again; so is one
+    whose module is called outside of the root's forward and its backward, and everything in a CUDA graph, whose replays
+    would read memory of one step.
 """
 
 from __future__ import annotations
@@ -15,10 +23,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from .layout import TPLayout, new_dtensor
+from .modes import plain_ops
 from .pending import scaled
 
 if TYPE_CHECKING:
     from .runtime import Runtime
+
+_MOST_COPIED = 1 << 16  # elements of a copy that stays
 
 
 class SmallParam:
@@ -35,6 +46,7 @@ class SmallParam:
         self._param_dtype, self._reduce_dtype = runtime.config.param_dtype, runtime.config.reduce_dtype
         self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
         self.keeps_back = False  # its gradients, until a backward that synchronises them
+        self._copy: _Copy | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -52,20 +64,65 @@ class SmallParam:
     def replace_param(self, param: nn.Parameter) -> None:
         """Use ``param`` from now on (its layout was checked)."""
         self.param = self.leaf = param
+        self._copy = None
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it is computed with in another dtype than it is stored in."""
+        local, dtype = self.param._local_tensor, self._param_dtype
+        return dtype is not None and local.dtype is not dtype and local.is_floating_point()
 
     def read(self) -> torch.Tensor:
-        """What the module computes with: a new tensor object over the parameter's memory, in compute dtype."""
-        local = self.param._local_tensor.detach()
-        dtype = self._param_dtype
-        if dtype is not None and local.dtype is not dtype and local.is_floating_point():
-            local = local.to(dtype)
+        """What the module computes with, in compute dtype: a new tensor object, over the parameter's memory where it is not
+        cast."""
+        copy, param = self._copy, self.param
+        local = param._local_tensor
+        if copy is not None and self.runtime.trusts_small_copies() and copy.is_of(param, local):
+            local = copy.tensor.detach()
+        else:
+            local = local.detach()
+            if self.is_cast:
+                local = local.to(self._param_dtype)
         return local if self.tp is None else self.tp.wrap(local)
+
+    def keep_copy(self, tensor: torch.Tensor | None) -> None:
+        """``tensor`` is what :meth:`read` would cast, until the parameter is written. None: cast at each use."""
+        self._copy = None if tensor is None else _Copy(tensor, self.param)
 
     def local_grad(self, grad: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """(this rank's part of ``grad``, whether a sum over tp is still owed)."""
         if self.tp is not None:
             return self.tp.unwrap_grad(grad)
         return (grad.to_local() if isinstance(grad, DTensor) else grad), False
+
+
+class _Copy:
+    """The parameter in compute dtype, as it was."""
+
+    __slots__ = ("tensor", "_local", "_versions")
+
+    def __init__(self, tensor: torch.Tensor, param: nn.Parameter) -> None:
+        self.tensor = tensor
+        self._local = param._local_tensor
+        self._versions = tensor._version, self._local._version, param._version
+
+    def is_of(self, param: nn.Parameter, local: torch.Tensor) -> bool:
+        """Whether nobody wrote it, or ``param``, since."""
+        return local is self._local and (self.tensor._version, local._version, param._version) == self._versions
+
+
+def copy_together(smalls: list[SmallParam]) -> None:
+    """See [Note: copies in compute dtype]."""
+    smalls = [small for small in smalls if small.param.numel() <= _MOST_COPIED and small.is_cast]
+    smalls = [small for small in smalls if not small.param.is_inference()]  # these count no versions
+    if not smalls:
+        return
+    with plain_ops():
+        sources = [small.param._local_tensor.detach() for small in smalls]
+        copies = [torch.empty_like(local, dtype=small.compute_dtype) for local, small in zip(sources, smalls)]
+        torch._foreach_copy_(copies, sources)
+        for small, copied in zip(smalls, copies):
+            small.keep_copy(copied)
 
 
 def joined(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

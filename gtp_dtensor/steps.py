@@ -33,6 +33,7 @@ def watch_optimizers(runtime: Runtime) -> None:
         runtime = this()
         if runtime is not None:
             runtime.is_stepping = False
+            runtime.drop_small_copies()
             _note_step(runtime, optimizer)
 
     for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):

@@ -71,8 +71,8 @@ class Lease:
         "num_bytes",
         "view",
         "state",
-        "_buffer",
-        "_transfer",
+        "buffer",
+        "transfer",
         "__weakref__",
     )
 
@@ -92,8 +92,8 @@ class Lease:
         self.num_bytes = num_bytes = weight.gathered_bytes
         self.view = view  # which quantization of the weight it is; None where it is not quantized
         self.state = _IN_FLIGHT
-        self._buffer: torch.Tensor | Parts | None = buffer
-        self._transfer = transfer
+        self.buffer: torch.Tensor | Parts | None = buffer
+        self.transfer = transfer
         counters = weight.runtime.counters
         live = counters.live_lease_bytes = counters.live_lease_bytes + num_bytes
         if live > counters.peak_lease_bytes:
@@ -111,11 +111,11 @@ class Lease:
             if self.weight.checks_states:
                 self._check_step_to(_READY)
             self.state = _READY
-            self._transfer.wait()
+            self.transfer.wait()
 
     def read_local(self) -> torch.Tensor:
         """The gathered weight in its TP-local shape, plain."""
-        weight, buffer = self.weight, self._buffer
+        weight, buffer = self.weight, self.buffer
         if self.state is not _READY:
             self._refuse_read()
         if weight.quantized is not None:
@@ -127,7 +127,7 @@ class Lease:
         """What was gathered, as it arrived. READY only."""
         if self.state is not _READY:
             self._refuse_read()
-        return self._buffer
+        return self.buffer
 
     def _refuse_read(self) -> None:
         raise RuntimeError(f"{self.weight.fqn}: read of a gathered weight that is '{self.state.value}'")
@@ -136,7 +136,7 @@ class Lease:
         """The same as what its module computes with: plain, or a DTensor on the tp mesh."""
         weight = self.weight
         if weight.is_read_as_gathered and self.state is _READY:
-            return self._buffer
+            return self.buffer
         local, tp = self.read_local(), weight.tp
         return local if tp is None else tp.wrap(local)
 
@@ -145,7 +145,7 @@ class Lease:
         local = self.read_local()
         if self.weight.runtime.transport.size == 1 and self.weight.quantized is None:
             local = local.clone()  # not the compute shard itself
-        self._buffer = None
+        self.buffer = None
         self.end()
         return local
 
@@ -154,29 +154,29 @@ class Lease:
         if self.weight.checks_states:
             self._check_step_to(_ENDED)
         self.state = _ENDED
-        self._transfer.release()
-        self._buffer = None
+        self.transfer.release()
+        self.buffer = None
         self.weight.runtime.counters.live_lease_bytes -= self.num_bytes
 
     def settle(self) -> None:
         """It was gathered in a capture that has joined all streams: its end is no stream's business any more."""
-        self._transfer.discard()
+        self.transfer.discard()
 
     def discard(self) -> None:
         """It was part of a capture that failed: end it without a word to any stream."""
         if self.state is not _ENDED:
-            self._transfer.discard()
+            self.transfer.discard()
             self.weight.runtime.drop(self)
 
     def __del__(self) -> None:
         # A lease of the general path is held by the graph node that saved the gathered tensor, and ends with it. One in
         # flight dies with its model.
-        if self._buffer is None:
+        if self.buffer is None:
             return
         if self.state is _READY:
             self.end()
         else:
-            self._transfer.abandon()
+            self.transfer.abandon()
             self.weight.runtime.counters.live_lease_bytes -= self.num_bytes
 
 
@@ -194,7 +194,7 @@ class ShardedWeight:
         "_local_version _counts_versions checks_states quantized is_read_as_gathered buffer_shape cut gathered_bytes _pieces "
         "tp param_dtype _reduce_dtype send_shape shard_shape fqn role spec layout replica_cut first_stored_row num_local_rows "
         "num_stored_rows tp_local_shape num_buffer_elements wire is_buffer_exact stored_shape piece_shape owners serial tokens "
-        "_piece _copy is_placed keeps_back __weakref__"
+        "_piece _copy is_placed keeps_back route __weakref__"
     ).split()
 
     def __init__(
@@ -249,6 +249,7 @@ class ShardedWeight:
         self._pieces: Transfer | None = None  # a gather of all replicas' pieces, in flight
         self._copy: torch.Tensor | None = None  # memory of the compute shard, where it is not the shard itself
         self.is_placed = False  # the transport chose the memory of what is sent
+        self.route: tuple | None = None  # what the transport remembers of how gradients travel
         # What this rank sends, (cut.padded, ...) in compute dtype: the shard, or its copy; None while it is out of
         # date.
         self.compute_shard: torch.Tensor | None = None

@@ -336,3 +336,24 @@ def test_beside_tensor_parallelism(rank, world_size):
             assert graphs.num_replays == (3 if how == "step" else 2 * 2 * 3)
             assert results[-1][0] == results[0][0]
             assert_equal_to_reference(results[-1][1], results[0][1], "weight")
+
+
+@ranks(2)
+def test_a_weight_that_eager_code_used_first_in_the_same_backward(mesh, rank, world_size):
+    """Its gradient began there, waits for its scale, and moves to the memory that the graph adds to."""
+    results = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        model = TinyLlama(num_layers=NUM_LAYERS)
+        model.layers[2].attention.wq.weight = model.layers[0].attention.wq.weight
+        parallelize_module(model, mesh, GTPStyle(GTPConfig(), min_numel=30))
+        step, _ = training(model)
+        if is_graphed:
+            blocks = blocks_of(model, ["layers.0"])
+        values = trained(model, step, rank, world_size, 5)
+        model(tokens_of(50, rank, world_size)[0]).square().mean().backward()
+        results.append((values, full_gradients(model), full_parameters(model)))
+    assert blocks.is_captured and blocks.num_eager == 0 and blocks.num_replays > 0
+    assert results[0][0] == results[1][0]
+    assert_equal_to_reference(results[1][1], results[0][1], "gradient")
+    assert_equal_to_reference(results[1][2], results[0][2], "weight")

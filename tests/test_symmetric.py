@@ -164,7 +164,9 @@ def test_weights_that_travel_quantized(mesh, rank, world_size):
 
 @ranks(2)
 def test_counts_of_a_step(mesh, rank, world_size):
-    """No collective for sharded weights, two fences, no new event, no gather twice."""
+    """No collective for sharded weights, two fences, no new event, no gather twice, no more calls into the driver than it
+    takes: a gather records two events and waits for one, and its reader for the other; a reduction records three, waits for
+    two, signals and takes twice, and its reader waits once."""
     with on_threads() as made:
         model = MLP((16, 32, 32, 16))
         parallelize_module(model, mesh["gtp"], GTPStyle(GTPConfig(), min_numel=30))
@@ -182,15 +184,22 @@ def test_counts_of_a_step(mesh, rank, world_size):
     (transport,) = made
     reset_stats(model)
     events, num_bytes = transport.num_events_created, transport.num_bytes
+    transport.fabric.calls.clear()
     with count_collectives() as log:
         for _ in range(3):
             step()
     s = stats(model)
+    calls, num_gathers, num_reductions = transport.fabric.calls, s.num_forward_gathers + s.num_backward_gathers, 3 * 2 * 3
+    assert calls["record"] <= 2 * num_gathers + 3 * num_reductions + 2 * s.num_fences
+    assert calls["wait"] == 2 * num_gathers + 3 * num_reductions + s.num_fences
+    assert calls["signal"] == calls["take"] == 2 * num_reductions + s.num_fences
+    assert calls["copy"] == world_size * num_gathers + (world_size - 1) * num_reductions
+    assert calls["sum"] == num_reductions
     assert s.num_fences == 2 * 3
     assert transport.num_events_created == events and transport.num_bytes == num_bytes == s.symmetric_bytes
     assert log.count("all_gather") == log.count("reduce_scatter") == log.count("all_to_all") == 0
     assert s.num_small_reductions == log.count("all_reduce")  # of biases
-    assert s.num_reductions == 3 * 2 * 3 and s.gather_bytes > 0
+    assert s.num_reductions == num_reductions and s.gather_bytes > 0
 
 
 @ranks(2)

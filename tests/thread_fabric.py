@@ -94,10 +94,12 @@ class ThreadFabric:
         return [None]
 
     def record(self, event: list, lane: int) -> None:
+        self.calls["record"] += 1
         event[0] = reached = threading.Event()
         self._do(lane, reached.set)
 
     def wait(self, lane: int, event: list) -> None:
+        self.calls["wait"] += 1
         reached, stop = event[0], self._stop  # as it was recorded by now
         if reached is not None:
             self._do(lane, lambda: stop.until(reached.is_set))
@@ -118,7 +120,11 @@ class ThreadFabric:
             for cell in cells:
                 cell.value = value
 
-        return lambda lane: self._do(lane, write)
+        def enqueue(lane: int) -> None:
+            self.calls["signal"] += 1
+            self._do(lane, write)
+
+        return enqueue
 
     def taker(self, words, value, kind):
         cells = [ctypes.c_int32.from_address(word) for word in words]
@@ -132,7 +138,11 @@ class ThreadFabric:
             if number is not None:
                 progress[kind] = number
 
-        return lambda lane, number: self._do(lane, lambda: take(number))
+        def enqueue(lane: int, number: int | None) -> None:
+            self.calls["take"] += 1
+            self._do(lane, lambda: take(number))
+
+        return enqueue
 
     def pass_mark(self, lane: int, kind: int, number: int) -> None:
         progress = self.progress

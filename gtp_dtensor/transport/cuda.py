@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .fabric import Address, Sum
-from .summing import sum_in_one_kernel
+from .summing import new_kernel, sum_in_one_kernel
 from .watchdog import NUM_KINDS
 
 logger = logging.getLogger(__name__)
@@ -122,8 +122,7 @@ class CudaFabric:
         self.copying, self.pushing, self.summing, self._reading = (stream.cuda_stream for stream in self._streams)
         self._progress = self._on_device(self._words.data_ptr())
         self.progress = (ctypes.c_int32 * NUM_KINDS).from_address(self._words.data_ptr())
-        summing, self._set_stream = self._streams[2], torch._C._cuda_setStream
-        self._summing = summing.stream_id, summing.device_index, summing.device_type
+        self._kernel = new_kernel()
 
     def _on_device(self, host_address: Address) -> Address:
         found = ctypes.c_uint64()
@@ -210,9 +209,12 @@ class CudaFabric:
     def writer(self, words: Sequence[Address], value: int) -> Callable[[int], None]:
         jobs = (_MemOp * len(words))(*(_MemOp(_WRITE, 0, word, value) for word in words))
         num, address, driver = len(words), ctypes.addressof(jobs), self._driver
+        enqueue = driver.memory_operations
 
         def write(lane: int, _jobs=jobs) -> None:
-            driver.check(driver.memory_operations(lane, num, address, 0), "signals")
+            code = enqueue(lane, num, address, 0)
+            if code:
+                driver.check(code, "signals")
 
         return write
 
@@ -221,11 +223,16 @@ class CudaFabric:
         resets = [_MemOp(_WRITE, 0, word, 1 - value) for word in words]
         jobs = (_MemOp * (2 * len(words) + 1))(*waits, *resets, _MemOp(_WRITE, 0, self._progress + 4 * kind))
         num, address, driver, last = len(jobs), ctypes.addressof(jobs), self._driver, jobs[len(jobs) - 1]
+        enqueue = driver.memory_operations
 
         def take(lane: int, number: int | None, _jobs=jobs) -> None:
-            last.value = number or 0
-            count = num - 1 if number is None else num
-            driver.check(driver.memory_operations(lane, count, address, 0), "waiting for signals")
+            if number is None:
+                code = enqueue(lane, num - 1, address, 0)
+            else:
+                last.value = number
+                code = enqueue(lane, num, address, 0)
+            if code:
+                driver.check(code, "waiting for signals")
 
         return take
 
@@ -237,12 +244,7 @@ class CudaFabric:
         return _MemOp(_WAIT, 0, word, value, _EQUAL)
 
     def sum(self, lane: int, job: Sum) -> None:
-        before = torch._C._cuda_getCurrentStream(self._index)
-        self._set_stream(*self._summing)
-        try:
-            sum_in_one_kernel(job)
-        finally:
-            self._set_stream(*before)
+        sum_in_one_kernel(job, self._kernel, lane)
 
     # ---- when it goes wrong
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,14 @@ class Slot:
     give_room: Callable[[Lane], None]
     given: Any
     is_captured: bool = False
+    views: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+
+    def viewed_as(self, dtype: torch.dtype) -> torch.Tensor:
+        """``memory``, 1-D, in ``dtype``."""
+        view = self.views.get(dtype)
+        if view is None:
+            view = self.views[dtype] = self.memory.view(dtype)
+        return view
 
 
 class Inbox:

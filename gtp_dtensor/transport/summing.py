@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from ..kernels import KeptKernel
 
 if TYPE_CHECKING:
     from .fabric import Sum
@@ -28,31 +29,25 @@ def sum_plainly(job: Sum) -> None:
     out.copy_(out.float() + total if job.adds else total)
 
 
-def sum_in_one_kernel(job: Sum) -> None:
-    """``job`` on the current stream: each element is read once and written once."""
-    grid = (-(-job.num // _BLOCK),)
-    _kernel()[grid](
-        job.own,
-        job.inbox,
-        job.out,
-        job.num,
-        job.own_start,
-        job.run,
-        job.run_stride,
-        job.stride,
-        job.out_start,
-        job.scale,
-        SIZE=job.size,
-        RANK=job.rank,
-        ADDS=job.adds,
-        IS_ONE_RUN=job.run == job.num,
-        BLOCK=_BLOCK,
-        num_warps=_NUM_WARPS,
-        enable_fp_fusion=False,  # scaled and added in two roundings, as mul and add do
+def new_kernel() -> KeptKernel:
+    """The kernel that :func:`sum_in_one_kernel` launches, for one device."""
+    # Scaled and added in two roundings, as mul and add do.
+    return KeptKernel(_kernel, num_warps=_NUM_WARPS, enable_fp_fusion=False)
+
+
+def sum_in_one_kernel(job: Sum, kernel: KeptKernel, stream: int) -> None:
+    """``job`` on ``stream`` (a handle): each element is read once and written once."""
+    num, run = job.num, job.run
+    kernel.launch(
+        -(-num // _BLOCK),
+        (job.own, job.inbox, job.out),
+        (num, job.own_start, run, job.run_stride, job.stride, job.out_start),
+        (job.scale,),
+        (job.size, job.rank, job.adds, run == num, _BLOCK),
+        stream,
     )
 
 
-@functools.cache
 def _kernel() -> Callable:
     from . import triton_sum  # Triton is there only where torch has CUDA
 

@@ -18,9 +18,9 @@
     all streams of a device share one hardware queue. It rests on all ranks running the same program: a rank that alone
     rewrites its shards waits for the others until the watchdog ends it.
 
-    In a CUDA graph the host's order is gone, and any order that agrees with the graph's edges may be the queue's. So under
-    capture there is an edge from each signal to the wait for the peers' signals of that place, also where streams do not
-    need one: from telling of parts to waiting for parts, and from giving room in a slot to waiting for room in it.
+    In a CUDA graph the host's order is gone, and any order that agrees with the graph's edges may be the queue's. So there
+    is an edge from each signal to the wait for the peers' signals of that place, also where streams do not need one: from
+    telling of parts to waiting for parts, and under capture from giving room in a slot to waiting for room in it.
 
 [Note: replays]
     A graph begins with all side streams waiting for the one that captures, and ends with that one waiting for them. What
@@ -189,7 +189,6 @@ class SymmetricTransport(CollectiveTransport):
         self._shared: dict[Address, tuple[Shared, list[tuple[int, Address]]]] = {}
         self._placed: weakref.WeakKeyDictionary[ShardedWeight, tuple] = weakref.WeakKeyDictionary()
         self._inbox: Inbox | None = None
-        self._pieces: weakref.WeakKeyDictionary[ShardedWeight, tuple[int, list[Piece]]] = weakref.WeakKeyDictionary()
 
     @property
     def num_bytes(self) -> int:
@@ -403,42 +402,40 @@ class SymmetricTransport(CollectiveTransport):
         inbox = self._inbox
         if inbox is None:
             inbox = self._inbox = self._new_inbox(weight)
-        itemsize, pieces = self._pieces.get(weight, (0, []))
+        itemsize, pieces = weight.route or (0, [])
         if itemsize != grad.itemsize:
             itemsize = grad.itemsize
             pieces = pieces_of(weight.cut, weight.tp_local_shape, self.size, inbox.part_bytes // itemsize)
-            self._pieces[weight] = itemsize, pieces
-        done, now = self._event(), fabric.current()
-        fabric.record(done, now)
-        fabric.wait(fabric.pushing, done)
-        fabric.wait(fabric.summing, done)
+            weight.route = itemsize, pieces
+        done, pushing, summing = self._event(), fabric.pushing, fabric.summing
+        fabric.record(done, fabric.current())
+        fabric.wait(pushing, done)
         base = grad.data_ptr()
         for piece in pieces:
             slot = inbox.next_slot()
             if self.is_capturing and slot.is_captured:
-                fabric.wait(fabric.pushing, slot.given)
-            slot.take_room(fabric.pushing, weight.fqn)
+                fabric.wait(pushing, slot.given)
+            slot.take_room(pushing, weight.fqn)
             for peer in self._peers:
                 start, width = piece.parts[peer]
                 if width and piece.num_runs == 1:
-                    fabric.copy(slot.at[peer], base + start * itemsize, width * itemsize, fabric.pushing)
+                    fabric.copy(slot.at[peer], base + start * itemsize, width * itemsize, pushing)
                 elif width:
                     width *= itemsize
                     source, pitch = base + start * itemsize, piece.run_stride * itemsize
-                    fabric.copy_rows(slot.at[peer], width, source, pitch, width, piece.num_runs, fabric.pushing)
-            slot.tell(fabric.pushing)
-            if self.is_capturing:  # see [Note: why this cannot lock up]
-                fabric.record(self._issued, fabric.pushing)
-                fabric.wait(fabric.summing, self._issued)
-            slot.take_parts(fabric.summing, weight.fqn)
+                    fabric.copy_rows(slot.at[peer], width, source, pitch, width, piece.num_runs, pushing)
+            slot.tell(pushing)
+            # The sum is made when the peers' parts are there, so about when ours are with them: one edge orders it after the
+            # gradient, orders its end after all that read the gradient, and is what a capture needs.
+            fabric.record(done, pushing)
+            fabric.wait(summing, done)
+            slot.take_parts(summing, weight.fqn)
             self._sum_piece(piece, slot, grad, out, scale, adds)
-            slot.give_room(fabric.summing)
+            slot.give_room(summing)
             if self.is_capturing:
-                fabric.record(slot.given, fabric.summing)
+                fabric.record(slot.given, summing)
                 slot.is_captured = True
-        fabric.record(done, fabric.pushing)
-        fabric.wait(fabric.summing, done)
-        fabric.record(done, fabric.summing)
+        fabric.record(done, summing)
         return Ticket(self, done)
 
     def _sum_piece(
@@ -452,7 +449,7 @@ class SymmetricTransport(CollectiveTransport):
             own_start=start,
             run=width,
             run_stride=piece.run_stride,
-            inbox=slot.memory.view(grad.dtype),
+            inbox=slot.viewed_as(grad.dtype),
             stride=self._inbox.part_bytes // grad.itemsize,
             out=out,
             out_start=piece.first_run * (out.numel() // piece.num_runs_in_all) + piece.first,

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..kernels import KeptKernel
+
 _BLOCK, _NUM_WARPS = 4096, 4
 
 
@@ -27,20 +29,26 @@ def has_kernel(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def divide_in_one_kernel(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def new_kernel() -> KeptKernel:
+    """The kernel that :func:`divide_in_one_kernel` launches."""
+    return KeptKernel(_kernel, num_warps=_NUM_WARPS)
+
+
+def divide_in_one_kernel(
+    codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, kernel: KeptKernel
+) -> torch.Tensor:
     """The same on a GPU, for one scale a matrix (..., 1, 1): each code is read once and each value written once, where
     torch's operators take twice as many bytes at an eighth of the speed."""
-    codes = codes.contiguous()
+    codes, scale = codes.contiguous(), scale.contiguous()
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     num = codes.numel()
     of_matrix = codes.shape[-2] * codes.shape[-1]
-    _kernel()[(-(-num // _BLOCK),)](
-        codes, scale.contiguous(), values, num, of_matrix, IS_ONE=scale.numel() == 1, BLOCK=_BLOCK, num_warps=_NUM_WARPS
-    )
+    stream = torch._C._cuda_getCurrentRawStream(codes.get_device())
+    constants = scale.numel() == 1, _BLOCK
+    kernel.launch(-(-num // _BLOCK), (codes, scale, values), (num, of_matrix), (), constants, stream)
     return values
 
 
-@functools.cache
 def _kernel() -> Callable:
     from . import triton_dequantize  # Triton is there only where torch has CUDA
 

@@ -14,7 +14,7 @@ from torchao.quantization.quant_primitives import (
 )
 
 from .base import Amax, Parts, View, WireFormat, as_bytes, resized
-from .dequantizing import divide_in_one_kernel, divide_plainly, has_kernel
+from .dequantizing import divide_in_one_kernel, divide_plainly, has_kernel, new_kernel
 
 _E4M3 = torch.float8_e4m3fn
 _BLOCK = 128
@@ -29,6 +29,9 @@ def _codes(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 class ScaledFloat8(WireFormat):
     """Codes with a scale that multiplied them, as torchao's ``Float8TrainingTensor``."""
 
+    def __init__(self) -> None:
+        self._kernel = new_kernel()
+
     @abstractmethod
     def codes_and_scale(
         self, view: View, parts: Parts, amax: dict[Amax, torch.Tensor]
@@ -38,7 +41,7 @@ class ScaledFloat8(WireFormat):
     def dequantize(self, view, parts, shape, amax, dtype) -> torch.Tensor:
         codes, scale = self.codes_and_scale(view, parts, amax)
         if codes.is_cuda and scale.shape[-2:] == (1, 1) and has_kernel(codes.device):
-            return divide_in_one_kernel(codes, scale, dtype)
+            return divide_in_one_kernel(codes, scale, dtype, self._kernel)
         return divide_plainly(codes, scale, dtype)
 
 
@@ -48,6 +51,7 @@ class Float8Matrix(ScaledFloat8):
     name = "fp8"
 
     def __init__(self, power_of_2: bool = False) -> None:
+        super().__init__()
         self.power_of_2 = power_of_2
 
     def scales(self, amaxes: torch.Tensor) -> torch.Tensor:
@@ -89,6 +93,7 @@ class Float8Rows(ScaledFloat8):
     name = "fp8_rowwise"
 
     def __init__(self, columns: Amax | None = None, power_of_2: bool = True) -> None:
+        super().__init__()
         self.columns = columns
         self.has_columns = columns is not None
         self.power_of_2 = power_of_2
