@@ -470,17 +470,26 @@ class ShardedWeight:
 
     # ---- leases
 
-    def gather(self, kind: Kind, prefetched: bool, is_hidden: bool = False) -> Lease:
+    def gathered_shapes(self, kind: Kind) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+        """Of the tensors that a gather for a use of ``kind`` fills."""
+        if self.quantized is None:
+            return ((self.buffer_shape, self.compute_dtype),)
+        return tuple((shape, torch.uint8) for shape in self.quantized.buffer_shapes(self.quantized.view_of(kind)))
+
+    def gather(
+        self, kind: Kind, prefetched: bool, is_hidden: bool = False, into: tuple[torch.Tensor, ...] | None = None
+    ) -> Lease:
         """Issue a gather of the (fresh) compute shard.
 
         Args:
             kind: of the use that it is for.
             prefetched: ahead of it.
             is_hidden: from the user's modes and in a trace's range already.
+            into: memory to fill, see :meth:`gathered_shapes`; None: new.
         """
         if not (is_hidden or is_plain()):
             with own_ops(self.fqn, "gather", kind):
-                return self.gather(kind, prefetched, True)
+                return self.gather(kind, prefetched, True, into)
         counters, transport, view = self.counters, self.runtime.transport, None
         if kind is _BACKWARD:
             counters.num_backward_gathers += 1
@@ -493,16 +502,17 @@ class ShardedWeight:
         shard, num_bytes = self.compute_shard, self.gathered_bytes
         if self.quantized is not None:
             view = self.quantized.view_of(kind)
-            buffer, transfer = self.quantized.gather(self, view)
+            buffer, transfer = self.quantized.gather(self, view, into)
             if num_bytes:
                 num_bytes = self.quantized.num_bytes(view)
         elif transport.size == 1:
             buffer, transfer = shard, Transfer.done()
         else:
-            buffer = shard.new_empty(*self.buffer_shape)  # parsed faster than one argument
+            # Parsed faster than one argument.
+            buffer = shard.new_empty(*self.buffer_shape) if into is None else into[0]
             transfer = transport.all_gather(buffer, shard, self.cut.dim)
         counters.gather_bytes += num_bytes
         lease = Lease(self, kind, buffer, transfer, prefetched, view)
         if self.runtime.captured is not None:
-            self.runtime.captured.leases.append(weakref.ref(lease))
+            self.runtime.captured.note(lease)
         return lease

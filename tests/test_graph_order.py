@@ -17,6 +17,7 @@ import gtp_dtensor.domain
 from gtp_dtensor import GTPConfig, GTPStyle, stats
 from gtp_dtensor.block_graphs import GraphedBlocks
 from gtp_dtensor.graph_capture import Runtimes, RuntimesReplay
+from gtp_dtensor.transport import Traffic
 from gtp_dtensor.transport.symmetric import SymmetricTransport
 from tests.harness import ranks
 from tests.models import MLP, WithEinsum
@@ -145,7 +146,7 @@ def captured(world_size, config):
     for _ in range(2):
         step()
         runtimes.settle()
-    transport.before_replay()  # the caller comes after all lanes
+    transport.before_replay(Traffic.ALL)  # the caller comes after all lanes
     torch.distributed.barrier()
     transport.fabric.start(_places(transport))
     with runtimes.capturing(RuntimesReplay(runtimes)):
@@ -308,12 +309,18 @@ class _LoggingRecorder:
     def prepare(self):
         pass
 
-    def capture(self, step, failed):
+    def capture(self, step, failed, is_beside=False):
         self._fabric.start(self._place_of)
         result = step()
         self.graphs.append(self._fabric.nodes)
         self._fabric.nodes = None
         return lambda: None, result
+
+    def mark(self):
+        return mock.Mock()
+
+    def beside(self, work, done):
+        work()
 
     def release(self):
         pass
