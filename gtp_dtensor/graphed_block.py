@@ -43,6 +43,7 @@ class Graph:
         self._owner, self._before = owner, before
         self._replays = RuntimesReplay(owner.runtimes, part)
         self._run: Callable[[], None]
+        self._others: list[tuple[ShardedWeight, weakref.ref[torch.Tensor]]] = []
 
     def capture(self, body: Callable[[], Any]) -> Any:
         """What ``body`` returned."""
@@ -55,7 +56,13 @@ class Graph:
                 return body()
 
         self._run, result = owner.recorder.capture(captured, owner.failed, part.reduces)
+        others = [weight for weight in self._replays.gathered if weight not in part.own]
+        self._others = [(weight, weakref.ref(weight.param._local_tensor)) for weight in others]
         return result
+
+    def replaced(self) -> str | None:
+        """A weight that it gathers, not of its own, and whose memory is another one since the capture."""
+        return next((w.fqn for w, local in self._others if w.param._local_tensor is not local()), None)
 
     def give(self) -> None:
         """Give the current stream a replay."""
@@ -214,7 +221,7 @@ class Block:
             return "a block after it waits for its backward, whose activations are in memory that this graph writes to"
         if any(r.reducer.has_replicas and not r.syncs_gradients for r in self._runtimes):
             return "gradients are kept back from the replicas (set_requires_gradient_sync)"
-        replaced = self._held.replaced()
+        replaced = self._held.replaced() or next(filter(None, (graph.replaced() for graph in self.graphs)), None)
         return None if replaced is None else f"{replaced} was replaced, frozen or thawed"
 
     # ---- capture

@@ -8,6 +8,7 @@ have done.
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -174,6 +175,7 @@ class BlockStandIn:
     def capture(self, step, failed, is_beside=False):
         grads = [_local(param.grad) for param in self.model.parameters() if param.grad is not None]
         saved = [(grad, grad.clone()) for grad in grads]
+        told = [(runtime, runtime.schedule.state(), runtime._starts_pass) for runtime in model_runtimes(self.model)]
         try:
             result = step()
         except BaseException:
@@ -183,6 +185,9 @@ class BlockStandIn:
 
         def replay():
             with self._python_undone():
+                for runtime, state, starts_pass in told:  # a graph gathers what it did, whatever is predicted by now
+                    runtime.schedule.restore({name: copy.copy(value) for name, value in state.items()})
+                    runtime._starts_pass = starts_pass
                 found = step()
             for old, new in zip(tree_leaves(result), tree_leaves(found)):
                 if _is_tensor(old):
