@@ -106,9 +106,11 @@ class GraphedBlocks:
     Attributes:
         num_replays: of forwards and backwards, so far.
         num_eager: calls that could not be replays; each reason is logged once for a module.
+        num_border_gathers: that the graphs of one pass make for the graph after them.
+        num_late_gathers: that a graph should have found made, and that were made before its replay instead, so far.
         is_captured: whether graphs are in use.
-        ring, border: memory of what crosses their borders, see [Note: borders of graphs].
-        recorder: what captures.
+        runtimes, recorder: of the model; what captures.
+        ring, border: memory of what crosses borders, see [Note: borders of graphs].
         last: the graph that was replayed last, of those that compute.
     """
 
@@ -131,7 +133,7 @@ class GraphedBlocks:
         self._schedules: list[dict] = []
         self.ring, self.border = GradientRing(), BorderMemory()
         self.last: Graph | None = None
-        self._handovers: list[Handover] = []
+        self.num_border_gathers = self.num_late_gathers = 0
         self._blocks = [Block(self, fqn, module) for fqn, module in found.items()]
         self._hook = model.register_forward_pre_hook(_PassHook(self))
         self._finalizer = weakref.finalize(self, recorder.release)
@@ -148,14 +150,10 @@ class GraphedBlocks:
         self.ring, self.border = GradientRing(), BorderMemory()  # nothing reads the memory of before any more
 
     @property
-    def num_border_gathers(self) -> int:
-        """How many gathers the graphs of one pass make for the graph after them."""
-        return sum(map(len, self._handovers))
-
-    @property
-    def num_late_gathers(self) -> int:
-        """Gathers that a graph should have found, and that were made before its replay instead, so far."""
-        return sum(handover.num_late for handover in self._handovers)
+    def num_bytes(self) -> int:
+        """Of memory for what crosses borders, beyond what graphs need anyway."""
+        memory = [*self.border.buffers(), *(slot.memory for slot in self.ring.slots())]
+        return sum(tensor.nbytes for tensor in memory)
 
     def next_place(self) -> int:
         """A block is called in a warm-up."""
@@ -208,29 +206,31 @@ class GraphedBlocks:
                 f"blocks cannot be captured: {where}: {error}. Nothing was computed; leave that module out of modules="
             ) from error
 
-    def _handover_to(self, block: Block | None) -> Handover | None:
-        if block is None:
-            return None
-        handover = Handover(self.border, block.weights)
-        self._handovers.append(handover)
-        return handover
-
     def _capture(self) -> None:
         for runtime in self.runtimes.all:
             runtime.refresh_copies()
         self.runtimes.settle()
         self._schedules = self.runtimes.schedules()
         blocks = self._blocks = sorted(self._blocks, key=lambda block: block.place)  # in the order of their use
+        handovers = []
+
+        def handover_to(block: Block | None) -> Handover | None:
+            if block is None:
+                return None
+            handovers.append(Handover(self.border, block.weights))
+            return handovers[-1]
+
         self.recorder.prepare()
         self.ring.allocate(weight for block in blocks for weight in block.weights if weight.param.requires_grad)
         with self.recorder.apart():
             graph = None
             for block, coming in zip(blocks, [*blocks[1:], None]):
-                graph = block.capture_forward(graph, self._handover_to(coming))
+                graph = block.capture_forward(graph, handover_to(coming))
             graph = None
             for block, coming in zip(blocks[::-1], [*blocks[-2::-1], None]):
-                graph = block.capture_backward(graph, self._handover_to(coming))
+                graph = block.capture_backward(graph, handover_to(coming))
         for runtime, schedule in zip(self.runtimes.all, self._schedules):
             runtime.schedule.restore(schedule)
+        self.num_border_gathers = sum(map(len, handovers))
         self.is_captured = True
         logger.info("GTP: forwards and backwards of %d modules are CUDA graphs now", len(blocks))

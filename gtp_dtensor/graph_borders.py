@@ -84,9 +84,6 @@ class Handover:
 
     Args:
         weights: that it may gather.
-
-    Attributes:
-        num_late: gathers that had to be made before a replay.
     """
 
     def __init__(self, memory: BorderMemory, weights: Iterable[ShardedWeight]) -> None:
@@ -95,7 +92,6 @@ class Handover:
         self.weights = frozenset(w for w in weights if w.runtime.transport.size > 1 and not w.runtime.is_compiled)
         self._left: dict[ShardedWeight, tuple[Kind, _Place]] = {}
         self._generations: dict[ShardedWeight, int] = {}
-        self.num_late = 0
 
     def __len__(self) -> int:
         return len(self._left)
@@ -122,17 +118,19 @@ class Handover:
         """The graph that gathers was replayed."""
         self._generations = {weight: weight.generation for weight in self._left}
 
-    def complete(self, is_next: bool) -> None:
+    def complete(self, is_next: bool) -> int:
         """Before a replay of the graph that reads: gather what is not there. ``is_next``: the one that gathers was the last
-        to be replayed."""
+        to be replayed. Returns how many that were."""
+        num_late = 0
         for weight, (kind, place) in self._left.items():
             if is_next and self._generations.get(weight) == weight.generation:
                 continue
             weight.counters.num_on_demand_gathers += 1
-            self.num_late += 1
+            num_late += 1
             lease = weight.gather(kind, False, into=place.buffers)
             lease.wait()
             lease.end()
+        return num_late
 
 
 # ---- reductions

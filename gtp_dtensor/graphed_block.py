@@ -87,7 +87,7 @@ class Graph:
                 weight.runtime.refresh_copies()
             weight.await_pieces()
         if self.part.taken is not None:
-            self.part.taken.complete(self._owner.last is self._before)
+            self._owner.num_late_gathers += self.part.taken.complete(self._owner.last is self._before)
 
     def forget(self) -> None:
         """There will be no more replays."""

@@ -116,9 +116,8 @@ class Reducer:
         return None if ring is None or weight is None or weight.tp is not None else ring.room_for(weight)
 
     def _accumulate(self, reduction: Pending) -> None:
-        for replay in self.replays.in_flight:
-            if reduction.weight in replay.weights:  # which add to the same gradient, beside this stream
-                replay.wait()
+        if self.replays.in_flight:
+            self._await_replays(reduction.weight)
         if reduction.is_in_grad:
             return
         param, scale = reduction.param, self._runtime.gradient_scale
@@ -127,6 +126,12 @@ class Reducer:
             param.grad = new_dtensor(reduction.rows(param.dtype, scale), param._spec)
         else:
             reduction.add_to(grad._local_tensor, scale)
+
+    def _await_replays(self, weight: ShardedWeight) -> None:
+        """The current stream comes after replays that add to the same gradient on another one."""
+        for replay in list(self.replays.in_flight):
+            if weight in replay.weights:
+                replay.wait()
 
     def _to_replicas(self, reduction: Pending) -> None:
         proceed = self._keep_back if reduction.weight.keeps_back else self._go_on

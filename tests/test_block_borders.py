@@ -12,10 +12,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import gtp_dtensor.domain
 from gtp_dtensor import GraphError, GTPConfig, GTPStyle, stats
-from gtp_dtensor.graph_borders import PendingReplay
+from gtp_dtensor.graph_borders import PendingReplay, RingWriter
 from gtp_dtensor.graphed_block import Graph
 from gtp_dtensor.members import weight_of
 from gtp_dtensor.transport.symmetric import SymmetricTransport
+from tests.graph_stand_in import BlockStandIn
 from tests.harness import ranks
 from tests.models import TinyLlama
 from tests.moe import MoEModel
@@ -72,11 +73,12 @@ class Watch:
         if not self.poisons:
             return
         marks = [mark for _, mark in self.blocks.recorder.put_off]
-        read = {place.buffers[0].data_ptr() for _, place in graph.part.taken._left.values()} if graph.part.taken else ()
+        places = [place for _, place in graph.part.taken._left.values()] if graph.part.taken else []
+        read = {buffer.data_ptr() for place in places for buffer in place.buffers}
         free = [b for b in self.blocks.border.buffers() if b.data_ptr() not in read]
         free += [s.memory for s in self.blocks.ring.slots() if s.reader is None or s.reader.mark not in marks]
         for memory in free:
-            memory.fill_(float("nan"))
+            memory.view(-1).view(torch.uint8).fill_(255)  # NaN
         self.num_poisoned += len(free)
 
 
@@ -105,10 +107,13 @@ def assert_same(one, other):
 
 
 @ranks(2)
-@pytest.mark.parametrize("ring_size, recompute", [(1, False), (2, True), slow(3, False)])
-def test_reductions_run_beside_the_next_graph(mesh, rank, world_size, ring_size, recompute):
+@pytest.mark.parametrize(
+    "ring_size, recompute, wire",
+    [(1, False, "bf16"), (2, True, "bf16"), slow(2, True, "fp8_rowwise"), slow(3, False, "fp8_block")],
+)
+def test_reductions_run_beside_the_next_graph(mesh, rank, world_size, ring_size, recompute, wire):
     """As many blocks' as there are slots, less the one that is written; with NaN in all that is not in use."""
-    config = GTPConfig(param_dtype=torch.bfloat16, graph_wgrad_ring_size=ring_size)
+    config = GTPConfig(param_dtype=torch.bfloat16, graph_wgrad_ring_size=ring_size, wire_format=wire)
     expected, *_ = run(mesh, rank, world_size, config, False, recompute=recompute)
     found, blocks, watch = run(mesh, rank, world_size, config, True, recompute=recompute, poisons=True)
     assert_same(found, expected)
@@ -190,6 +195,56 @@ def test_two_writers_of_one_slot_are_refused(mesh, rank, world_size, is_tied):
         results.append(full_parameters(model))
     for found in results[1:]:
         assert_equal_to_reference(found, results[0], "weight")
+
+
+@ranks(2)
+def test_graphs_and_eager_code_in_one_backward(mesh, rank, world_size):
+    """Both add to the same gradients, in the order of the backward: an eager sum waits for the reductions before it. And a graph
+    does not wait for eager ones of other weights."""
+    results = []
+    for is_graphed in (False, True):
+        model = build(mesh, GTPConfig())
+        step, _ = training(model)
+        blocks = blocks_of(model) if is_graphed else None
+        trained(model, step, rank, world_size, 3)
+        in_flight = []
+        reducer = sharded_weight(model.output).runtime.reducer
+        model(tokens_of(3, rank, world_size)[0]).square().mean().backward()
+        give = Graph.give
+
+        def noted(graph, in_flight=in_flight, reducer=reducer):
+            if graph.part.ring is not None:
+                in_flight.append([reduction.weight.fqn for reduction in reducer.pending.in_flight])
+            give(graph)
+
+        with mock.patch.object(Graph, "give", noted):
+            outputs = [model(tokens_of(n, rank, world_size, length=length)[0]) for n, length in ((4, 9), (5, 7))]
+            (outputs[0].square().mean() + outputs[1].square().mean()).backward()
+        results.append(full_gradients(model))
+    assert blocks.num_eager == NUM_LAYERS and in_flight[:NUM_LAYERS] == [["output.weight"]] * NUM_LAYERS
+    assert_equal_to_reference(results[1], results[0], "gradient")
+
+
+@ranks(2)
+def test_gradients_are_written_to_their_slots(mesh, rank, world_size):
+    """By the products themselves; and nothing that orders replays is made for one of them."""
+    model = build(mesh, GTPConfig())
+    step, _ = training(model)
+    blocks = blocks_of(model)
+    copied, marks, put, mark = [], [], RingWriter.put, BlockStandIn.mark
+
+    def noted(self, weight, param, grad, returned):
+        slot = self._slot(weight)
+        copied.append(slot.memory.data_ptr() != grad.data_ptr())
+        put(self, weight, param, grad, returned)
+
+    with (
+        mock.patch.object(RingWriter, "put", noted),
+        mock.patch.object(BlockStandIn, "mark", lambda self: marks.append(0) or mark(self)),
+    ):
+        trained(model, step, rank, world_size, 5)
+    assert blocks.num_replays > 0 and copied and not any(copied)
+    assert len(marks) == NUM_LAYERS and blocks.recorder.num_beside == NUM_LAYERS * (5 - 2)
 
 
 # ---- gathers
