@@ -64,14 +64,14 @@ class _GroupedLinear(torch.autograd.Function):
     """y = x W^T by experts, with the stack W (E, out, in) gathered for this call only."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x, param, weight: ShardedWeight, products: Products, kind: Kind):
+    def forward(ctx: FunctionCtx, x, leaf, weight: ShardedWeight, products: Products, kind: Kind):
         runtime = weight.runtime
         lease = runtime.acquire(weight, kind)
         y = products.output(x, lease)
         runtime.release(lease)
-        ctx.use = weight, param, products, weight.num_writes
+        ctx.use = weight, weight.param, products, weight.num_writes
         ctx.num_rows = x.shape[0]
-        ctx.save_for_backward(x if param.requires_grad else None)
+        ctx.save_for_backward(x if leaf.requires_grad else None)
         return y
 
     @staticmethod
@@ -143,7 +143,7 @@ def grouped_linear(
         groups.check(weight.fqn, weight.tp_local_shape)
         x, dtype = groups.cast(x, weight.compute_dtype, weight.runtime.config.param_dtype is not None)
         products = _Plain(groups, dtype) if gemms is None else gemms.products(groups)
-        return _apply_grouped_linear(x, weight.param, weight, products, weight.runtime.forward_kind())
+        return _apply_grouped_linear(x, weight.leaf, weight, products, weight.runtime.forward_kind())
     small = small_of(module, name)
     w = use_small(module, name)
     w = w.to_local() if isinstance(w, DTensor) else w

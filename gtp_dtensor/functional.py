@@ -128,8 +128,8 @@ class _UseSmall(torch.autograd.Function):
     """The tensor that a module computes with, for a parameter that is whole on every gtp rank."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, param: nn.Parameter, small: SmallParam) -> torch.Tensor:
-        ctx.use = small, param
+    def forward(ctx: FunctionCtx, leaf: nn.Parameter, small: SmallParam) -> torch.Tensor:
+        ctx.use = small, small.param
         return small.read()
 
     @staticmethod
@@ -160,7 +160,7 @@ _apply_use_small = fast_apply(_UseSmall)
 def use_small(module: nn.Module, name: str) -> torch.Tensor:
     """``module``'s whole parameter ``name`` as its forward sees it; gradients flow back into the parameter."""
     small = small_of(module, name)
-    return _apply_use_small(small.param, small)
+    return _apply_use_small(small.leaf, small)
 
 
 # ---- any module
@@ -170,9 +170,9 @@ class _Materialize(torch.autograd.Function):
     """The gathered weight as a tensor of the graph: for modules whose computation we do not know."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, param: nn.Parameter, weight: ShardedWeight, kind: Kind) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, leaf: nn.Parameter, weight: ShardedWeight, kind: Kind) -> torch.Tensor:
         lease = weight.runtime.acquire(weight, kind, may_keep=False)  # the graph itself holds what its backward needs
-        ctx.use = weight, param
+        ctx.use = weight, weight.param
         ctx.lease = lease  # lives as long as the graph that may have saved the tensor
         gathered = lease.read()
         if weight.runtime.transport.size == 1:
@@ -203,7 +203,7 @@ def input_dtypes(module: nn.Module) -> set[torch.dtype]:
 def materialize(module: nn.Module, name: str) -> torch.Tensor:
     """The gathered weight ``name`` of ``module``, TP-local shape, in compute dtype; gradients flow back."""
     weight = weight_of(module, name)
-    return _apply_materialize(weight.param, weight, weight.runtime.forward_kind())
+    return _apply_materialize(weight.leaf, weight, weight.runtime.forward_kind())
 
 
 # ---- linear
@@ -213,14 +213,14 @@ class _Linear(torch.autograd.Function):
     """y = x W^T + b with W gathered for this call only. x (..., in), W (out, in), b (out,) or None."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x, param, bias, weight: ShardedWeight, kind: Kind, dtype: torch.dtype | None):
+    def forward(ctx: FunctionCtx, x, leaf, bias, weight: ShardedWeight, kind: Kind, dtype: torch.dtype | None):
         lease = weight.runtime.acquire(weight, kind)
         w = lease.read()
         y = F.linear(x, w if dtype is None else w.to(dtype), bias)
         del w
         if weight.kept_lease is not lease:  # Runtime.release, written out
             lease.end()
-        ctx.use = weight, param, dtype, weight.num_writes
+        ctx.use = weight, weight.param, dtype, weight.num_writes
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         return y
 
@@ -343,7 +343,7 @@ def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     param_dtype, dtype = weight.param_dtype, None
     if bias is not None or param_dtype is not None and x.dtype is not param_dtype or _is_any_autocast_enabled():
         x, bias, dtype = cast_inputs(x, bias, weight.compute_dtype, param_dtype is not None)
-    return _apply_linear(x, weight.param, bias, weight, weight.runtime.forward_kind(), dtype)
+    return _apply_linear(x, weight.leaf, bias, weight, weight.runtime.forward_kind(), dtype)
 
 
 # ---- embedding
@@ -358,19 +358,19 @@ class _Embedding(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, ids, param, weight: ShardedWeight, padding_idx: int, scale_by_freq: bool, kind: Kind):
+    def forward(ctx: FunctionCtx, ids, leaf, weight: ShardedWeight, padding_idx: int, scale_by_freq: bool, kind: Kind):
         tp, num_rows = weight.tp, weight.tp_local_shape[0]
         ids = ids._local_tensor if isinstance(ids, DTensor) else ids
         ids, outside, padding_idx = rows_here(ids, num_rows, tp, padding_idx)
         lease = weight.runtime.acquire(weight, kind, may_keep=False)
         y = look_up(ids, outside, lease.read_local())
         weight.runtime.release(lease)
-        ctx.use = weight, param, num_rows, padding_idx, scale_by_freq
+        ctx.use = weight, weight.param, num_rows, padding_idx, scale_by_freq
         ctx.save_for_backward(ids, outside)
         if tp is None:
             return y
         placement = embedding_placement(tp, y.dim())
-        shape = torch.Size((*ids.shape, param.shape[1]))
+        shape = torch.Size((*ids.shape, weight.spec.shape[1]))
         meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), y.dtype)
         return new_dtensor(y, DTensorSpec(tp.mesh, (placement,), tensor_meta=meta))
 
@@ -407,5 +407,5 @@ def embedding(module: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
         )
     padding_idx = -1 if module.padding_idx is None else module.padding_idx
     return _apply_embedding(
-        ids, weight.param, weight, padding_idx, module.scale_grad_by_freq, weight.runtime.forward_kind()
+        ids, weight.leaf, weight, padding_idx, module.scale_grad_by_freq, weight.runtime.forward_kind()
     )

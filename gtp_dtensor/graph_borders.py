@@ -102,6 +102,16 @@ class Handover:
             self._left[weight] = kind, self._memory.take(weight, kind)
         return self._left[weight][1].buffers
 
+    def close(self) -> None:
+        """At the end of that capture: what was gathered and is still wanted is there for the next graph."""
+        for weight, (_, place) in list(self._left.items()):
+            lease, weight.next_lease = weight.next_lease, None
+            if lease is None:  # predicted, and then no more
+                del self._left[weight]
+                place.is_left = False
+            else:
+                lease.leave()
+
     def leases(self) -> list[Lease]:
         """What was gathered, in the capture of the graph that reads it."""
         found = []
@@ -128,8 +138,7 @@ class Handover:
             weight.counters.num_on_demand_gathers += 1
             num_late += 1
             lease = weight.gather(kind, False, into=place.buffers)
-            lease.wait()
-            lease.end()
+            lease.leave()
         return num_late
 
 

@@ -17,7 +17,7 @@ import contextlib
 import ctypes
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from .members import model_runtimes
 from .graph_borders import Handover, RingWriter
 from .runtime import Runtime
 from .schedule import IN_BACKWARD, Kind
+from .small import SmallParam
 from .transport import CollectiveTransport, Traffic
 from .weight import Lease, ShardedWeight
 
@@ -68,6 +69,12 @@ class Recorder(Protocol):
         """Free all graphs, which must not be replayed any more. Waits for the device."""
 
 
+def _free_workspaces() -> None:
+    """Of cuBLAS, which torch keeps for each stream and thread, 32 MiB each on recent GPUs: those of our stream would outlive
+    us, and one that came to be in a capture would hold the memory of its graph. Others come anew when they are needed."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 class CudaRecorder:
     """Captures on a stream of its own, into memory that all graphs of this recorder share."""
 
@@ -92,6 +99,7 @@ class CudaRecorder:
         """See :meth:`Recorder.prepare`."""
         torch.cuda.synchronize(self._device)
         gc.collect()  # what has a destructor that calls CUDA would break a capture that it dies in
+        _free_workspaces()
         torch.cuda.empty_cache()
 
     def mark(self) -> torch.cuda.Event:
@@ -132,6 +140,7 @@ class CudaRecorder:
         finally:
             if collects:
                 gc.enable()
+        _free_workspaces()
         self._graphs.append(graph)
         return graph.replay, result
 
@@ -156,6 +165,7 @@ class CudaRecorder:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+        _free_workspaces()
         self._renew_pools()  # torch knows no graph that uses those before
 
     def _renew_pools(self) -> None:
@@ -271,6 +281,8 @@ class Runtimes:
                     lease.weight.next_lease = lease
                     lease.weight.runtime.captured.leases.append(weakref.ref(lease))
             yield
+            if part is not None and part.left is not None:
+                part.left.close()
             for runtime in self.all:
                 runtime.finalize()
                 runtime.free_unused_leases()
@@ -319,6 +331,25 @@ class Runtimes:
         return [runtime.schedule.state() for runtime in self.all]
 
 
+@contextlib.contextmanager
+def leaves_apart(members: Iterable[ShardedWeight | SmallParam]) -> Iterator[None]:
+    """Around a captured forward whose backward is captured apart from it, without hooks on parameters: autograd's graph of it
+    hangs on leaves of its own.
+
+    A leaf's node in autograd's graph is on the stream that was current when it came to be, and lives as long as any graph
+    that has it. A loss that is still referenced, that of the microbatch before say, would bring a stream into the capture
+    that takes no part in it.
+    """
+    members = list(members)
+    for member in members:
+        member.leaf = member.param.detach().requires_grad_(member.param.requires_grad)
+    try:
+        yield
+    finally:
+        for member in members:
+            member.leaf = member.param
+
+
 class RuntimesReplay:
     """What the runtimes of a model do before and after each replay of one graph.
 
@@ -351,7 +382,7 @@ class RuntimesReplay:
             self._transports = [transport for transport in self._runtimes.transports if transport in used]
         refreshed = {weight for runtime in self._runtimes.all for weight in runtime.captured.refreshed}
         for weight, num_writes, generation in self._before:
-            if weight not in refreshed:
+            if weight in self.gathered and weight not in refreshed:
                 self._kept.append(weight)
             if weight.num_writes != num_writes:
                 self._stepped.append(weight)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .functional import Edge, engine_edges
 from .graph_borders import Handover, PendingReplay, RingWriter
-from .graph_capture import Part, RuntimesReplay
+from .graph_capture import Part, RuntimesReplay, leaves_apart
 from .graph_checks import GraphError, Held
 from .layout import new_dtensor
 from .members import model_members
@@ -271,7 +271,8 @@ class Block:
         args, kwargs = tree_unflatten(static, tree)
 
         def body() -> list[torch.Tensor]:
-            outputs, self._output_tree = tree_flatten(self._forward(*args, **kwargs))
+            with leaves_apart([*self.weights, *self._smalls]):
+                outputs, self._output_tree = tree_flatten(self._forward(*args, **kwargs))
             if not all(isinstance(output, torch.Tensor) for output in outputs):
                 raise GraphError(f"{self.fqn}: returns something else than tensors, which a graph would not bring by")
             self._live = [output for output in outputs if output.requires_grad]  # with autograd's graph

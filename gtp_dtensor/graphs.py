@@ -320,6 +320,12 @@ class GraphedStep:
         remedy = "run it without a graph, or leave that part out of it"
         if "get_state" in str(error) or "current_seed" in str(error) or "RNG" in str(error):
             remedy = "activation checkpointing has to be told preserve_rng_state=False"
+        if any(told in str(error) for told in ("uncaptured work", "legacy stream", "stale reference")):
+            # Nodes of autograd's graph that live on belong to the stream of their time.
+            remedy = (
+                "no loss of a step without a graph may be referenced any more, in a list say: keep loss.detach(); and the step may "
+                "not name the default stream"
+            )
         return GraphError(f"the step cannot be captured: {where}: {error}. Nothing of it was computed: {remedy}")
 
     def _replay(self, graph: _Graph, leaves: list) -> Any:

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class SmallParam:
-    """One such parameter. Tied ones share this object; compared and hashed by identity."""
+    """One such parameter. Tied ones share this object; compared and hashed by identity. ``leaf``: see ShardedWeight."""
 
     def __init__(self, runtime: Runtime, index: int, fqn: str, param: nn.Parameter, tp: TPLayout | None) -> None:
         self.runtime = runtime
         self.index = index
         self.serial = -1  # unique in the domain, given by the runtime that adopts this
         self.fqn = fqn
-        self.param = param
+        self.param = self.leaf = param
         self.spec: DTensorSpec = param._spec
         self.tp = tp
         self._param_dtype, self._reduce_dtype = runtime.config.param_dtype, runtime.config.reduce_dtype
@@ -51,7 +51,7 @@ class SmallParam:
 
     def replace_param(self, param: nn.Parameter) -> None:
         """Use ``param`` from now on (its layout was checked)."""
-        self.param = param
+        self.param = self.leaf = param
 
     def read(self) -> torch.Tensor:
         """What the module computes with: a new tensor object over the parameter's memory, in compute dtype."""

@@ -277,7 +277,7 @@ def _shown(
         weight = weight_of(module, name)
         needs_dgrad = inp.requires_grad or te_class(type(module)).__name__ == NORM_LINEAR
         use = WeightUse(weight, module, gemm_dtype(inp, inp.dtype), needs_dgrad)
-        handles = attach(use, weight.param)
+        handles = attach(use, weight.leaf)
         shown[name] = handles if has_experts else handles[0]
     for name in state.smalls:
         if module._parameters.get(name) is not None:

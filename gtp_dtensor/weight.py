@@ -158,6 +158,14 @@ class Lease:
         self._buffer = None
         self.weight.runtime.counters.live_lease_bytes -= self.num_bytes
 
+    def leave(self) -> None:
+        """IN_FLIGHT or READY -> ENDED. Its memory is another lease's from now on; what the current stream does next comes
+        after the gather."""
+        self.wait()
+        self._transfer.release()
+        self.state, self._buffer = _ENDED, None
+        self.weight.runtime.counters.live_lease_bytes -= self.num_bytes
+
     def settle(self) -> None:
         """It was gathered in a capture that has joined all streams: its end is no stream's business any more."""
         self._transfer.discard()
@@ -184,12 +192,13 @@ class ShardedWeight:
     """A parameter cut over the gtp axis, with its leases, compute shard and counters.
 
     Several modules may own the same parameter (tied weights): then they share this object. The parameter is looked
-    up again at each use, since ``load_state_dict(assign=True)`` or ``to_empty`` replace it.
+    up again at each use, since ``load_state_dict(assign=True)`` or ``to_empty`` replace it. ``leaf`` is what autograd's graph
+    hangs on: the parameter, but while a block is captured (:func:`.graph_capture.leaves_apart`).
     """
 
     # Side by side in memory, first what each use reads: those are thirty reads, of which caches hold few in a step.
     __slots__ = (
-        "runtime index next_lease kept_lease generation num_writes compute_shard counters param _local _version "
+        "runtime index next_lease kept_lease generation num_writes compute_shard counters param leaf _local _version "
         "_local_version _counts_versions checks_states quantized is_read_as_gathered buffer_shape cut gathered_bytes _pieces "
         "tp param_dtype _reduce_dtype send_shape shard_shape fqn role spec layout replica_cut first_stored_row num_local_rows "
         "num_stored_rows tp_local_shape num_buffer_elements wire is_buffer_exact stored_shape piece_shape owners serial tokens "
@@ -209,7 +218,7 @@ class ShardedWeight:
         self.index = index
         self.fqn = fqn
         self.role = role_of_fqn(fqn)
-        self.param = param
+        self.param = self.leaf = param
         self.spec: DTensorSpec = param._spec
         self.layout = layout
         self.cut, self.replica_cut, self.tp = layout.cut, layout.replica_cut, layout.tp
@@ -296,7 +305,7 @@ class ShardedWeight:
 
     def replace_param(self, param: nn.Parameter) -> None:
         """Use ``param`` from now on (its layout was checked)."""
-        self.param = param
+        self.param = self.leaf = param
         self.count_write()
         self.mark_changed()
 

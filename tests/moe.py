@@ -75,7 +75,7 @@ class MoE(nn.Module):
         tokens = order // self.top_k
         counts = chosen.view(-1).bincount(minlength=self.num_experts)
         outputs = self.experts(flat[tokens], counts) * scores.view(-1)[order].unsqueeze(-1)
-        routed = torch.zeros_like(flat).index_add(0, tokens, outputs)
+        routed = torch.zeros_like(flat).index_add(0, tokens, outputs.to(flat.dtype))
         return (self.shared(flat) + routed).view_as(x)
 
 

@@ -221,7 +221,7 @@ def _shard(model: Model, program: Program, mesh) -> None:
     sizes = {program.replicas: 2} if program.replicas else {}
     sizes |= {"gtp": mesh.size() // (2 if program.has_tp else 1) // (2 if program.replicas else 1)}
     sizes |= {"tp": 2} if program.has_tp else {}
-    grid = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    grid = init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if program.has_tp and (plan := _tp_plan(program)):
         parallelize_module(model, grid["tp"], plan)
     config, forwards = program.gtp_config(), {}
@@ -229,7 +229,9 @@ def _shard(model: Model, program: Program, mesh) -> None:
     if has_experts and program.is_grouped:
         forwards = {Stack: run_stack}
     if has_experts and program.egtp:
-        sparse = init_device_mesh("cpu", (mesh.size() // program.egtp, program.egtp), mesh_dim_names=("dps", "egtp"))
+        sparse = init_device_mesh(
+            mesh.device_type, (mesh.size() // program.egtp, program.egtp), mesh_dim_names=("dps", "egtp")
+        )
         names = [f"units.{index}.first" for index, unit in enumerate(program.units) if unit.kind == "experts"]
         options = dict(is_expert=True, modules=names, forwards=forwards, min_numel=program.min_numel)
         options |= dict(optimizer_shard_mesh=sparse["dps"], num_data_ranks=mesh.size())

@@ -297,5 +297,6 @@ class Model(nn.Module):
             if segment.recompute == "none":
                 x = run(x, ids)
             else:
-                x = checkpoint(run, x, ids, use_reentrant=segment.recompute == "reentrant")
+                reentrant = segment.recompute == "reentrant"
+                x = checkpoint(run, x, ids, use_reentrant=reentrant, preserve_rng_state=False)
         return x

@@ -25,6 +25,7 @@ from tests.reference import assert_equal_to_reference, full_gradients, full_para
 from tests.test_block_graphs import NUM_LAYERS, blocks_of, build, trained
 from tests.test_experts import grids
 from tests.test_experts import shard as shard_with_experts
+from tests.test_gpu import poisoned_memory
 from tests.test_graphs import slow, tokens_of, training
 from tests.test_wires import sharded_weight
 from tests.thread_fabric import ThreadFabric
@@ -89,7 +90,8 @@ def run(mesh, rank, world_size, config, is_graphed, num_microbatches=2, poisons=
     step, _ = training(model, num_microbatches)
     blocks = blocks_of(model) if is_graphed else None
     values = trained(model, step, rank, world_size, 2, num_microbatches)
-    with Watch(blocks, poisons) if is_graphed else contextlib.nullcontext() as watch:
+    poison = poisoned_memory() if poisons else contextlib.nullcontext()  # leases at their ends
+    with poison, Watch(blocks, poisons) if is_graphed else contextlib.nullcontext() as watch:
         values += trained(model, step, rank, world_size, 3, num_microbatches, first=2)
         model(tokens_of(50, rank, world_size)[0]).square().mean().backward()
     assert stats(model).num_pending == 0

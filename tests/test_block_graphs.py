@@ -151,6 +151,32 @@ def test_calls_that_cannot_be_replays(mesh, rank, world_size):
     assert_equal_to_reference(results[1][1], results[0][1], "weight")
 
 
+@ranks(2)
+def test_graphs_hang_on_leaves_of_their_own(mesh, rank, world_size):
+    """Nodes of parameters live on with a loss that is referenced, and belong to the stream of its forward."""
+    model = build(mesh)
+    blocks = blocks_of(model)
+    kept = []
+    for n in range(3):
+        kept.append(model(tokens_of(n, rank, world_size)[0]).square().mean())
+        kept[-1].backward()
+    assert blocks.is_captured
+
+    def leaves(node, seen):
+        for to, _ in node.next_functions:
+            if to is not None and to not in seen:
+                seen.add(to)
+                leaves(to, seen)
+        return {id(to.variable) for to in seen if hasattr(to, "variable")}
+
+    params = {id(param) for param in model.parameters()}
+    assert params <= leaves(kept[0].grad_fn, set())
+    for block in blocks._blocks:
+        found = leaves(block._live[0].grad_fn, set())
+        assert len(found) > len(list(block.module.parameters())) and not found & params
+        assert all(member.leaf is member.param for member in (*block.weights, *block._smalls))
+
+
 class _Branches(nn.Module):
     def __init__(self):
         super().__init__()

@@ -167,6 +167,29 @@ def test_refused_and_then_goes_on(device):
 
 
 @ranks(1, device="cuda", timeout=60)
+def test_a_loss_that_is_kept(device):
+    """Nodes of its graph belong to another stream: told, and well once it is gone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(device)
+    optimizer = adam(model)
+    kept = model(torch.ones(2, 64, device=device)).sum()
+    kept.backward()
+    optimizer.zero_grad()
+    graphed = graph_step(training_step(model, optimizer), model, optimizer)
+    x = torch.randn(1, 8, 64, device=device)
+    for _ in range(2):
+        graphed(x)
+    with pytest.raises(GraphError, match=r"keep loss\.detach\(\)"):
+        graphed(x)
+    del kept
+    graphed.reset()
+    for _ in range(3):
+        loss, _ = graphed(x)
+    assert graphed.num_replays == 1 and torch.isfinite(loss)
+    graphed.release()
+
+
+@ranks(1, device="cuda", timeout=60)
 def test_dropout_and_a_schedule(device):
     """Random numbers and a learning rate that a schedule writes are those of eager steps."""
     runs = []
@@ -270,7 +293,8 @@ def test_poison(mesh, rank, world_size, device):
         e for trace in snapshot["device_traces"] for e in trace if e["action"] == "alloc" and e["stream"] == stream
     ]
     outside = [e for e in taken if not any(start <= e["addr"] < start + size for start, size in captured)]
-    assert taken and not outside, (len(taken), len(outside))
+    # But the seed and the offset of random numbers, which torch makes when a capture begins.
+    assert len(taken) > 2 and [e["size"] for e in outside] == [8, 8], (len(taken), outside)
     step.release()
 
 

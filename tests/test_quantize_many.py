@@ -115,10 +115,6 @@ def test_what_is_not_finite_is_found_among_many(mesh):
         with torch.no_grad():
             model.linears[1].weight._local_tensor[0, 5] = before
         refresh(model)
-        if x.is_cuda:
-            with pytest.raises(RuntimeError, match=r"linears\.1\.weight"):
-                model(x)  # of the second one
-            refresh(model)
         model(x).sum().backward()
 
 

@@ -57,13 +57,13 @@ class _Linear(torch.autograd.Function):
     """y = x W^T, W gathered for this call only; see functional._Linear."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x, param, weight: ShardedWeight, kind: Kind, gemms: GEMMs, owes_tp_sum: bool):
+    def forward(ctx: FunctionCtx, x, leaf, weight: ShardedWeight, kind: Kind, gemms: GEMMs, owes_tp_sum: bool):
         runtime = weight.runtime
         lease = runtime.acquire(weight, kind)
         y = gemms.output(x.reshape(-1, x.shape[-1]), lease)
         runtime.release(lease)
-        ctx.use = weight, param, gemms, owes_tp_sum, weight.num_writes
-        ctx.save_for_backward(x if param.requires_grad else None)
+        ctx.use = weight, weight.param, gemms, owes_tp_sum, weight.num_writes
+        ctx.save_for_backward(x if leaf.requires_grad else None)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
@@ -107,7 +107,7 @@ def linear(module: nn.Linear, x: torch.Tensor, make: type[GEMMs]) -> torch.Tenso
         gemms = make(module, tp, cuts_tokens)
         if torch.is_grad_enabled():
             gemms.check_tokens(local.numel() // local.shape[-1])
-        return _Linear.apply(local, weight.param, weight, kind, gemms, cuts_tokens)
+        return _Linear.apply(local, weight.leaf, weight, kind, gemms, cuts_tokens)
 
     if tp is None:
         y = compute(x, False)
