@@ -1,16 +1,18 @@
-"""Each block of a model as two CUDA graphs, one for its forward and one for its backward, with eager code between.
+"""Each block of a model as CUDA graphs, one for its forward, one for its backward and one for the reductions of its gradients,
+with eager code between.
 
 [Note: block graphs]
-    A graph holds all communication of its block: gathers for its own weights, look-ahead among them, and the reductions of
-    their gradients, which end in it. Compute shards are rewritten outside, by whoever finds them stale first. Gathers for
-    weights of other blocks, and of eager code, are not issued in a graph; and eager code, whose schedule knows nothing of
-    what graphs use, issues none for them.
+    The graph of a forward or a backward holds the gathers of its block, look-ahead among them, and those of what the next
+    one begins with; that of the backward leaves gradients of weights in a ring, from where a third graph reduces them on
+    another stream, beside the next block's (see [Note: borders of graphs] in graph_borders.py). Compute shards are
+    rewritten outside, by whoever finds them stale first. Gathers for weights of eager code are not issued in a graph; and
+    eager code, whose schedule knows nothing of what graphs use, issues none for them.
 
     Gradients of sharded weights go into memory that stays: what a graph adds to is ``.grad`` itself, zeroed where it was
     None. Gradients of parameters that stay whole come out of the graph, and are reduced with those of the whole model when
     its backward ends. Activations stay in the graphs' memory from a forward to its backward: a forward that comes before
-    that, of the block or of one before it, runs without a graph. (All graphs share memory. What one uses for a while may be
-    where activations of those captured later are; those of its own and of earlier ones are nobody else's.)
+    that, of the block or of one before it, runs without a graph. (All graphs that compute share memory. What one uses for a
+    while may be where activations of those captured later are; those of its own and of earlier ones are nobody else's.)
 """
 
 from __future__ import annotations

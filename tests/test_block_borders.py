@@ -45,7 +45,7 @@ class Watch:
         self.outstanding, self.num_poisoned = [], 0
 
     def __enter__(self):
-        give, run, watch = Graph.give, Graph._bring_weights, self
+        give, watch = Graph.give, self
 
         def watched_give(graph):
             if graph._owner is watch.blocks and not graph.part.reduces:
@@ -59,7 +59,7 @@ class Watch:
                     graph._run = inner
             return give(graph)
 
-        self._patch = mock.patch.multiple(Graph, give=watched_give, _bring_weights=run)
+        self._patch = mock.patch.object(Graph, "give", watched_give)
         self._patch.start()
         return self
 
@@ -154,7 +154,7 @@ def test_reductions_that_are_not_asynchronous(mesh, rank, world_size):
 
 
 class _Stages(nn.Module):
-    """``twice``: weights of the same role in one module; or one weight that is used twice."""
+    """Weights of the same role in one module; or one weight that is used three times."""
 
     def __init__(self, is_tied):
         super().__init__()
