@@ -43,6 +43,7 @@ class Graph:
         self._owner, self._before = owner, before
         self._replays = RuntimesReplay(owner.runtimes, part)
         self._run: Callable[[], None]
+        self._reads: list[ShardedWeight] = []
         self._others: list[tuple[ShardedWeight, weakref.ref[torch.Tensor]]] = []
 
     def capture(self, body: Callable[[], Any]) -> Any:
@@ -56,7 +57,8 @@ class Graph:
                 return body()
 
         self._run, result = owner.recorder.capture(captured, owner.failed, part.reduces)
-        others = [weight for weight in self._replays.gathered if weight not in part.own]
+        self._reads = list(dict.fromkeys((*part.own, *self._replays.gathered)))
+        others = self._reads[len(part.own) :]
         self._others = [(weight, weakref.ref(weight.param._local_tensor)) for weight in others]
         return result
 
@@ -81,7 +83,7 @@ class Graph:
 
     def _bring_weights(self) -> None:
         """That it reads or gathers: compute shards as they are now, and what it does not gather itself."""
-        for weight in (*self.part.own, *self._replays.gathered):
+        for weight in self._reads:
             weight.notice_writes()
             if weight.compute_shard is None:
                 weight.runtime.refresh_copies()

@@ -142,13 +142,17 @@ class BlockStandIn:
 
     What is to run beside other graphs runs as late as it may: when somebody waits for it.
 
+    Args:
+        chance: of a number, the same on all ranks: sometimes a part of it runs sooner.
+
     Attributes:
         put_off: (what, its mark), in order.
         num_beside: of these, so far.
     """
 
-    def __init__(self, model):
+    def __init__(self, model, chance=None):
         self.model = model
+        self._chance = chance
         self.num_released = self.num_beside = 0
         self.put_off = []
 
@@ -165,6 +169,10 @@ class BlockStandIn:
     def beside(self, work, done):
         self.num_beside += 1
         self.put_off.append((work, done))
+        if self._chance is not None:
+            place = self._chance.randrange(2 * len(self.put_off))
+            if place < len(self.put_off):
+                self.catch_up(self.put_off[place][1])
 
     def catch_up(self, mark=None):
         """Do what was put off, up to ``mark`` if that is given."""
