@@ -34,7 +34,9 @@ class GTPConfig:
             parameters are cut over them the sum goes straight into the gradient; over copies each rank sums a part, and
             these are gathered in ``reduce_dtype``, rounded once more. Independent of the other switch.
         graph_wgrad_ring_size: how many unsharded weight gradients may be in flight at once, so it bounds the
-            memory that asynchronous reductions hold; CUDA graphs will allocate this many persistent slots.
+            memory that asynchronous reductions hold. For CUDA graphs of blocks, how many blocks' gradients: each weight of a
+            block shares so many slots, which stay allocated, with those of its role in other blocks. With 1, a block's
+            backward waits until the gradients of the one before it are reduced.
         wgrad_before_dgrad: the backward of a linear (of a stack of experts too) computes its weight's gradient before its
             input's, so that the reduction hides behind its own layer's computation. Bits are the same; each gathered weight
             is in memory together with its own gradient. Modules of TransformerEngine, and those

@@ -252,11 +252,12 @@ class _Linear(torch.autograd.Function):
         if weight_edge is not _UNUSED and not param.requires_grad:
             weight_edge = param_edge(param, weight_edge)
         if weight_edge is not _UNUSED:
-            runtime.reducer.make_room()  # before the next unsharded gradient is in memory
-            grad = linear_weight_grad(rows, x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight.reduce_dtype)
+            out = runtime.reducer.make_room(weight)  # before the next unsharded gradient is in memory
+            x_rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+            grad = linear_weight_grad(rows, x_rows, weight.reduce_dtype, out)
             returned = weight_edge is _CAPTURED or wants_gradient_returned(param)
             grad_weight = runtime.reducer.launch(weight, param, grad, returned)
-            del grad
+            del grad, out
         if lease is not None and not dgrad_first:
             lease.wait()
             grad_x = _input_grad(lease, rows, dtype, grad_y, x)

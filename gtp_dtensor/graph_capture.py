@@ -25,11 +25,20 @@ import torch
 import torch.nn as nn
 
 from .counters import Tally
+from .graph_borders import Handover, RingWriter
 from .members import model_runtimes
 from .runtime import Runtime
+from .schedule import IN_BACKWARD, Kind
 from .small import SmallParam
-from .transport import CollectiveTransport
+from .transport import CollectiveTransport, Traffic
 from .weight import Lease, ShardedWeight
+
+
+class Mark(Protocol):
+    """A place in what a stream was given; as torch's events are."""
+
+    def wait(self) -> None:
+        """What the current stream is given next comes after it."""
 
 
 class Recorder(Protocol):
@@ -42,9 +51,19 @@ class Recorder(Protocol):
     def prepare(self) -> None:
         """Before one or several captures. Waits for the device."""
 
-    def capture(self, step: Callable[[], Any], failed: Callable[[], None]) -> tuple[Callable[[], None], Any]:
+    def capture(
+        self, step: Callable[[], Any], failed: Callable[[], None], is_beside: bool = False
+    ) -> tuple[Callable[[], None], Any]:
         """(what replays it on the current stream, what ``step`` returned). Inside of :meth:`apart`. ``failed`` is called
-        when it is over and did not succeed."""
+        when it is over and did not succeed. ``is_beside``: it will be replayed :meth:`beside` others, and shares memory
+        with such graphs only."""
+
+    def mark(self) -> Mark:
+        """To be used again and again."""
+
+    def beside(self, work: Callable[[], None], done: Mark) -> None:
+        """Call ``work`` with a stream of its own as the current one, which comes after what the current stream was given so
+        far; the current one does not wait. Afterwards ``done`` is its end."""
 
     def release(self) -> None:
         """Free all graphs, which must not be replayed any more. Waits for the device."""
@@ -62,7 +81,9 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._beside = torch.cuda.Stream(device, priority=-1)
+        self._given = torch.cuda.Event()
+        self._pool, self._pool_beside = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     @contextlib.contextmanager
@@ -81,24 +102,39 @@ class CudaRecorder:
         _free_workspaces()
         torch.cuda.empty_cache()
 
-    def capture(self, step: Callable[[], Any], failed: Callable[[], None]) -> tuple[Callable[[], None], Any]:
+    def mark(self) -> torch.cuda.Event:
+        """See :meth:`Recorder.mark`."""
+        return torch.cuda.Event()
+
+    def beside(self, work: Callable[[], None], done: torch.cuda.Event) -> None:
+        """See :meth:`Recorder.beside`."""
+        self._given.record(torch.cuda.current_stream(self._device))
+        self._beside.wait_event(self._given)
+        with torch.cuda.stream(self._beside):
+            work()
+            done.record(self._beside)
+
+    def capture(
+        self, step: Callable[[], Any], failed: Callable[[], None], is_beside: bool = False
+    ) -> tuple[Callable[[], None], Any]:
         """See :meth:`Recorder.capture`."""
+        pool = self._pool_beside if is_beside else self._pool
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
         gc.disable()
         try:
             # Other threads (watchdogs of process groups, data loaders) go on calling CUDA meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 result = step()
             except BaseException:
-                self._give_up(graph)
+                self._give_up(graph, pool)
                 failed()
                 raise
             try:
                 graph.capture_end()
             except BaseException:
-                self._give_up(graph)
+                self._give_up(graph, pool)
                 failed()
                 raise
         finally:
@@ -108,15 +144,15 @@ class CudaRecorder:
         self._graphs.append(graph)
         return graph.replay, result
 
-    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _give_up(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
         """Where the end of a capture raises, torch leaves its allocators and random numbers capturing."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
         with contextlib.suppress(RuntimeError, AttributeError):  # it ended well, or torch knows another way
-            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            torch._C._cuda_endAllocateToPool(self._device.index, pool)
         # The allocator of pinned memory, which nobody can tell, goes on asking the graph: it must live on.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
-        self._pool = torch.cuda.graph_pool_handle()
+        self._renew_pools()
         # A capture that ends well ends that of random numbers.
         mended = torch.cuda.CUDAGraph()
         mended.capture_begin(capture_error_mode="thread_local")
@@ -130,7 +166,35 @@ class CudaRecorder:
             graph.reset()
         self._graphs.clear()
         _free_workspaces()
-        self._pool = torch.cuda.graph_pool_handle()  # torch knows no graph that uses the one before
+        self._renew_pools()  # torch knows no graph that uses those before
+
+    def _renew_pools(self) -> None:
+        self._pool, self._pool_beside = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+
+
+@dataclass
+class Part:
+    """A part of a step that is captured by itself; see [Note: borders of graphs].
+
+    Attributes:
+        own: weights.
+        is_backward: else of a forward.
+        taken: what the graph before it has gathered for it.
+        left: what it gathers for the next graph.
+        ring: where its gradients go.
+        reduces: it is not computation, but reductions of such gradients.
+    """
+
+    own: tuple[ShardedWeight, ...]
+    is_backward: bool = False
+    taken: Handover | None = None
+    left: Handover | None = None
+    ring: RingWriter | None = None
+    reduces: bool = False
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic.REDUCTIONS if self.reduces else Traffic.GATHERS
 
 
 @dataclass
@@ -138,15 +202,36 @@ class Captured:
     """What one runtime did in a capture that goes on.
 
     Attributes:
-        weights: that may be gathered ahead, of a part of a step; None: all, of a whole one.
-        leases: made; ``gathered``: of which weights.
+        part: of a step; None: a whole one.
+        leases: made.
+        gathered: whose they are.
         refreshed: whose compute shards the graph rewrites.
     """
 
-    weights: frozenset[ShardedWeight] | None = None
+    part: Part | None = None
     leases: list[weakref.ref[Lease]] = field(default_factory=list)
-    gathered: set[ShardedWeight] = field(default_factory=set)
+    gathered: dict[ShardedWeight, None] = field(default_factory=dict)
     refreshed: set[ShardedWeight] = field(default_factory=set)
+
+    def may_gather(self, weight: ShardedWeight, kind: Kind) -> bool:
+        """Whether its gather for a use of ``kind`` may be issued ahead."""
+        part = self.part
+        if part is None:
+            return True
+        is_known = weight in part.own or part.left is not None and weight in part.left.weights
+        return is_known and (kind in IN_BACKWARD) is part.is_backward
+
+    def gather_ahead(self, weight: ShardedWeight, kind: Kind) -> Lease:
+        """Issue that gather."""
+        part = self.part
+        if part is None or weight in part.own:
+            return weight.gather(kind, True)
+        return weight.gather(kind, True, into=part.left.room_for(weight, kind))
+
+    def note(self, lease: Lease) -> None:
+        """``lease`` was made."""
+        self.leases.append(weakref.ref(lease))
+        self.gathered[lease.weight] = None
 
 
 class Runtimes:
@@ -180,21 +265,24 @@ class Runtimes:
                 weight.await_pieces()
 
     @contextlib.contextmanager
-    def capturing(self, replay: RuntimesReplay, weights: Iterable[ShardedWeight] | None = None) -> Iterator[None]:
-        """Around the captured step, within the capture.
-
-        Args:
-            replay: what follows its replays.
-            weights: of a part of a step: those that it uses.
-        """
+    def capturing(self, replay: RuntimesReplay) -> Iterator[None]:
+        """Around the captured step, or part of one, within the capture; ``replay`` is what follows its replays."""
+        part = replay.part
         for runtime in self.all:
-            runtime.captured = Captured(None if weights is None else frozenset(weights))
+            runtime.captured = Captured(part)
+            runtime.reducer.ring = None if part is None else part.ring
         with contextlib.ExitStack() as stack:
             for tally in replay.tallies:
                 stack.enter_context(tally)
             for transport in self.transports:
                 transport.begin_capture()
+            if part is not None and part.taken is not None:
+                for lease in part.taken.leases():
+                    lease.weight.next_lease = lease
+                    lease.weight.runtime.captured.leases.append(weakref.ref(lease))
             yield
+            if part is not None and part.left is not None:
+                part.left.close()
             for runtime in self.all:
                 runtime.finalize()
                 runtime.free_unused_leases()
@@ -206,7 +294,7 @@ class Runtimes:
                         lease.settle()
         replay.note_captured()
         for runtime in self.all:
-            runtime.captured = None
+            runtime.captured = runtime.reducer.ring = None
 
     def abandon(self, schedules: list[dict[str, object]]) -> None:
         """A capture failed: nothing of it ran, and no stream may be told to wait for it.
@@ -221,6 +309,7 @@ class Runtimes:
             for weight in runtime.live_weights():
                 weight.discard_pieces()
             captured, runtime.captured = runtime.captured, None
+            runtime.reducer.ring = None
             for lease in [ref() for ref in captured.leases] if captured is not None else ():
                 if lease is not None:
                     lease.discard()
@@ -265,23 +354,35 @@ class RuntimesReplay:
     """What the runtimes of a model do before and after each replay of one graph.
 
     Args:
-        is_part: of a part of a step, captured out of its turn: what the schedule said to that is not counted.
+        part: of a step; None: of a whole one.
+
+    Attributes:
+        gathered: weights whose gathers are in it, in the same order on all ranks.
     """
 
-    def __init__(self, runtimes: Runtimes, is_part: bool = False) -> None:
+    def __init__(self, runtimes: Runtimes, part: Part | None = None) -> None:
         self._runtimes = runtimes
-        self.tallies = [Tally(runtime, ("num_mispredictions",) if is_part else ()) for runtime in runtimes.all]
+        self.part = part
+        self.gathered: list[ShardedWeight] = []
+        self._transports = runtimes.transports
+        # A part is captured out of its turn: what the schedule said to that is not counted.
+        left_out = () if part is None else ("num_mispredictions",)
+        self.tallies = [Tally(runtime, left_out) for runtime in runtimes.all]
         weights = [weight for runtime in runtimes.all for weight in runtime.live_weights()]
         self._kept: list[ShardedWeight] = []  # whose compute shards the graph reads as they are
         self._before = [(weight, weight.num_writes, weight.generation) for weight in weights]
         self._stepped, self._changed = [], []
 
     def note_captured(self) -> None:
-        """The step was captured."""
+        """It was captured."""
+        self.gathered = [weight for runtime in self._runtimes.all for weight in runtime.captured.gathered]
+        if self.part is not None:  # others go on beside it
+            moved = self.part.own if self.part.reduces else self.gathered
+            used = {transport for weight in moved for transport in weight.runtime.domain.transports}
+            self._transports = [transport for transport in self._runtimes.transports if transport in used]
         refreshed = {weight for runtime in self._runtimes.all for weight in runtime.captured.refreshed}
-        gathered = {weight for runtime in self._runtimes.all for weight in runtime.captured.gathered}
         for weight, num_writes, generation in self._before:
-            if weight in gathered and weight not in refreshed:
+            if weight in self.gathered and weight not in refreshed:
                 self._kept.append(weight)
             if weight.num_writes != num_writes:
                 self._stepped.append(weight)
@@ -322,10 +423,11 @@ class RuntimesReplay:
 
     def give(self, replay: Callable[[], None]) -> None:
         """Give the current stream a replay."""
-        for transport in self._runtimes.transports:
-            transport.before_replay()
+        traffic = Traffic.ALL if self.part is None else self.part.traffic
+        for transport in self._transports:
+            transport.before_replay(traffic)
         replay()
-        for transport in self._runtimes.transports:
-            transport.after_replay()
+        for transport in self._transports:
+            transport.after_replay(traffic)
         for tally in self.tallies:
             tally.num_replays += 1

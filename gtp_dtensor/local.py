@@ -71,12 +71,15 @@ def linear_on_tp(x: DTensor, tp: TPLayout, compute: Callable[[torch.Tensor, bool
     return DTensor.from_local(y, mesh, (given,), run_check=False, shape=shape, stride=tuple(stride))
 
 
-def linear_weight_grad(grad_rows: torch.Tensor, x_rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def linear_weight_grad(
+    grad_rows: torch.Tensor, x_rows: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """grad_rows^T x_rows, (out, in). On a GPU (which a meta tensor stands for) it leaves the GEMM's float32 accumulator in
     ``dtype`` where that is float32 (no rounding to 16 bits and no kernel that converts); elsewhere it has the dtype of its
-    factors. Factors on a mesh give a product on it."""
+    factors. Factors on a mesh give a product on it. Where ``out`` is of the product's dtype, and no factor is on a mesh, the
+    product is written there."""
     if type(x_rows) is type(grad_rows) is torch.Tensor:
-        return _local_weight_grad(grad_rows, x_rows, dtype)
+        return _local_weight_grad(grad_rows, x_rows, dtype, out)
     placement = None
     if type(x_rows) is type(grad_rows) is DTensor:
         given, read = grad_rows._spec, x_rows._spec
@@ -99,11 +102,15 @@ _WEIGHT_GRAD_PLACEMENTS = {
 }
 
 
-def _local_weight_grad(grad_rows: torch.Tensor, x_rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _local_weight_grad(
+    grad_rows: torch.Tensor, x_rows: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
     if dtype is torch.float32 and (x_rows.is_cuda or x_rows.is_meta):
         if x_rows.dtype is grad_rows.dtype and x_rows.dtype in (torch.bfloat16, torch.float16):
-            return torch.mm(grad_rows.t(), x_rows, out_dtype=dtype)
-    return torch.mm(grad_rows.t(), x_rows)
+            return torch.mm(grad_rows.t(), x_rows, out_dtype=dtype, out=out)
+    if out is not None and out.dtype is not x_rows.dtype:
+        out = None
+    return torch.mm(grad_rows.t(), x_rows, out=out)
 
 
 def rows_here(

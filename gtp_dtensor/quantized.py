@@ -264,13 +264,18 @@ class QuantizedShard:
 
     # ---- uses
 
-    def gather(self, weight: ShardedWeight, view: View) -> tuple[Parts, Transfer]:
-        """(gathered parts, to be), and their transfer."""
+    def buffer_shapes(self, view: View) -> list[torch.Size]:
+        """Of gathered parts, bytes."""
+        return self.wire.part_shapes(view, self._buffer_shape)
+
+    def gather(self, weight: ShardedWeight, view: View, into: Parts | None = None) -> tuple[Parts, Transfer]:
+        """(gathered parts, to be: ``into`` or new ones), and their transfer."""
         parts, transport = self.parts[view], weight.runtime.transport
         if transport.size == 1:
             return parts, Transfer.done()
-        shapes = self.wire.part_shapes(view, self._buffer_shape)
-        buffers = tuple(part.new_empty(shape) for part, shape in zip(parts, shapes))
+        buffers = into
+        if buffers is None:
+            buffers = tuple(part.new_empty(shape) for part, shape in zip(parts, self.buffer_shapes(view)))
         return buffers, transport.all_gather_parts(buffers, parts, self.cut.dim)
 
     def whole(self, view: View, gathered: Parts) -> Parts:

@@ -14,6 +14,7 @@ is a mean over its own samples), or summed (the loss is already divided by the g
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from .small import accumulate, joined, parts_of
 from .transport import CollectiveTransport
 
 if TYPE_CHECKING:
+    from .graph_borders import RingWriter
     from .runtime import Runtime
     from .small import SmallParam
     from .weight import ShardedWeight
@@ -74,6 +76,8 @@ class Reducer:
         self._to_shards = Stage(self._accumulate if self._over_copies is None else self._from_shards)
         self._to_copies = Stage(self._from_copies)
         self._back_to_copies = Stage(self._accumulate)  # sums that each copy made a part of
+        self.replays = Stage(lambda reduction: None)  # of CUDA graphs, all the way
+        self.ring: RingWriter | None = None  # where gradients go while the graph of a backward is captured
         self.kept_back: dict[tuple[ShardedWeight, nn.Parameter], torch.Tensor] = {}  # summed over gtp only
         self.small: dict[SmallKey, SmallGrad] = {}  # of this backward
         self.small_kept_back: dict[SmallKey, SmallGrad] = {}  # of earlier ones
@@ -81,25 +85,31 @@ class Reducer:
     @property
     def _stages(self) -> tuple[Stage, ...]:
         """In the order that a gradient passes them."""
-        return self.pending, self._to_shards, self._to_copies, self._back_to_copies
+        return self.pending, self._to_shards, self._to_copies, self._back_to_copies, self.replays
 
     @property
     def num_pending(self) -> int:
         """Gradients that are not in ``.grad`` yet."""
-        return sum(map(len, (*self._stages, self.kept_back, self.small, self.small_kept_back)))
+        num_replayed = sum(replay.num_gradients - 1 for replay in self.replays.in_flight)
+        return num_replayed + sum(map(len, (*self._stages, self.kept_back, self.small, self.small_kept_back)))
 
     # ---- sharded weights
 
-    def make_room(self) -> None:
-        """Before another unsharded gradient is allocated: receive the oldest ones in flight."""
+    def make_room(self, weight: ShardedWeight | None = None) -> torch.Tensor | None:
+        """Before another unsharded gradient is allocated: receive the oldest ones in flight. Returns where that of ``weight``
+        had best be written (TP-local shape, in ``reduce_dtype``), or None: anywhere."""
         if len(self._in_flight) > self._most_pending:
             if is_plain():
                 self.pending.receive(self._most_pending)
             else:
                 with plain_ops():
                     self.pending.receive(self._most_pending)
+        ring = self.ring
+        return None if ring is None or weight is None or weight.tp is not None else ring.room_for(weight)
 
     def _accumulate(self, reduction: Pending) -> None:
+        if self.replays.in_flight:
+            self._await_replays(reduction.weight)
         if reduction.is_in_grad:
             return
         param, scale = reduction.param, self._runtime.gradient_scale
@@ -119,6 +129,14 @@ class Reducer:
             self.pending.receive()
             self._give_new()
 
+    def receive_of(self, weights: Container[ShardedWeight]) -> None:
+        """:meth:`receive`, where something of ``weights`` is among it."""
+        on_the_way = [reduction.weight for reduction in self._in_flight] + [
+            weight for weight, _, _ in self._new.values()
+        ]
+        if any(weight in weights for weight in on_the_way):
+            self.receive()
+
     def _give_new(self) -> None:
         """New gradients, scaled, to their parameters. Autograd itself may have given these some meanwhile, where a DTensor
         operator read them."""
@@ -132,6 +150,12 @@ class Reducer:
             else:
                 check_grad(param, weight.fqn)
                 param.grad._local_tensor.add_(local)
+
+    def _await_replays(self, weight: ShardedWeight) -> None:
+        """The current stream comes after replays that add to the same gradient on another one."""
+        for replay in list(self.replays.in_flight):
+            if weight in replay.weights:
+                replay.wait()
 
     def _to_replicas(self, reduction: Pending) -> None:
         proceed = self._keep_back if reduction.weight.keeps_back else self._go_on
@@ -215,6 +239,11 @@ class Reducer:
         autograd wants the gradient itself (``returned``), waits and returns it as a DTensor placed like the parameter.
         Unless ``is_borrowed``, the memory of ``grad`` is given away: nobody else may read it any more.
         """
+        if self.ring is not None:
+            with plain_ops():
+                local = grad if weight.tp is None else _own_gradient(weight, grad)
+                self.ring.put(weight, param, local, returned)
+            return None
         if not returned:
             before = param.grad
             if before is not None and getattr(before, "_spec", None) is not param._spec:
@@ -418,6 +447,7 @@ class Reducer:
         ``brings_out_all`` what members keep back."""
         try:
             with plain_ops():
+                self.replays.receive()
                 self.pending.receive()
                 self._merge_small()
                 self._bring_out(brings_out_all)

@@ -269,7 +269,7 @@ class Runtime:
     def end_backward(self, task: int) -> None:
         """A backward ended. Where it was a part of another (reentrant checkpointing), the other one drains."""
         self._backwards.pop(task, None)
-        if self.captured is not None and self.captured.weights is not None:
+        if self.captured is not None and self.captured.part is not None:
             return  # a part of one is captured
         if any(end() is not None for end in self._backwards.values()):
             return
@@ -458,7 +458,7 @@ class Runtime:
             if weight is None:
                 return
             captured = self.captured
-            if captured is not None and captured.weights is not None and weight not in captured.weights:
+            if captured is not None and not captured.may_gather(weight, kind):
                 return
             if weight.next_lease is None and (kind is not _BACKWARD or weight.kept_lease is None):
                 # A write that one rank alone made must be noticed before the gather, or it would gather again at the
@@ -466,7 +466,9 @@ class Runtime:
                 weight.notice_writes()
                 if weight.compute_shard is None or weight.checks_states:
                     self._make_ready(weight, kind)
-                weight.next_lease = weight.gather(kind, True)
+                weight.next_lease = (
+                    weight.gather(kind, True) if captured is None else captured.gather_ahead(weight, kind)
+                )
 
     def _free_mispredicted(self, used: ShardedWeight, kind: Kind) -> None:
         """After a misprediction: let go of gathers that neither this use nor the new prediction wants soon.

@@ -158,6 +158,14 @@ class Lease:
         self.buffer = None
         self.weight.runtime.counters.live_lease_bytes -= self.num_bytes
 
+    def leave(self) -> None:
+        """IN_FLIGHT or READY -> ENDED. Its memory is another lease's from now on; what the current stream does next comes
+        after the gather."""
+        self.wait()
+        self._transfer.release()
+        self.state, self._buffer = _ENDED, None
+        self.weight.runtime.counters.live_lease_bytes -= self.num_bytes
+
     def settle(self) -> None:
         """It was gathered in a capture that has joined all streams: its end is no stream's business any more."""
         self.transfer.discard()
@@ -184,8 +192,8 @@ class ShardedWeight:
     """A parameter cut over the gtp axis, with its leases, compute shard and counters.
 
     Several modules may own the same parameter (tied weights): then they share this object. The parameter is looked
-    up again at each use, since ``load_state_dict(assign=True)`` or ``to_empty`` replace it. ``leaf`` is what autograd's graph hangs on: the
-    parameter, but while a block is captured (:func:`.graph_capture.leaves_apart`).
+    up again at each use, since ``load_state_dict(assign=True)`` or ``to_empty`` replace it. ``leaf`` is what autograd's graph
+    hangs on: the parameter, but while a block is captured (:func:`.graph_capture.leaves_apart`).
     """
 
     # Side by side in memory, first what each use reads: those are thirty reads, of which caches hold few in a step.
@@ -472,17 +480,26 @@ class ShardedWeight:
 
     # ---- leases
 
-    def gather(self, kind: Kind, prefetched: bool, is_hidden: bool = False) -> Lease:
+    def gathered_shapes(self, kind: Kind) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+        """Of the tensors that a gather for a use of ``kind`` fills."""
+        if self.quantized is None:
+            return ((self.buffer_shape, self.compute_dtype),)
+        return tuple((shape, torch.uint8) for shape in self.quantized.buffer_shapes(self.quantized.view_of(kind)))
+
+    def gather(
+        self, kind: Kind, prefetched: bool, is_hidden: bool = False, into: tuple[torch.Tensor, ...] | None = None
+    ) -> Lease:
         """Issue a gather of the (fresh) compute shard.
 
         Args:
             kind: of the use that it is for.
             prefetched: ahead of it.
             is_hidden: from the user's modes and in a trace's range already.
+            into: memory to fill, see :meth:`gathered_shapes`; None: new.
         """
         if not (is_hidden or is_plain()):
             with own_ops(self.fqn, "gather", kind):
-                return self.gather(kind, prefetched, True)
+                return self.gather(kind, prefetched, True, into)
         counters, transport, view = self.counters, self.runtime.transport, None
         if kind is _BACKWARD:
             counters.num_backward_gathers += 1
@@ -495,18 +512,17 @@ class ShardedWeight:
         shard, num_bytes = self.compute_shard, self.gathered_bytes
         if self.quantized is not None:
             view = self.quantized.view_of(kind)
-            buffer, transfer = self.quantized.gather(self, view)
+            buffer, transfer = self.quantized.gather(self, view, into)
             if num_bytes:
                 num_bytes = self.quantized.num_bytes(view)
         elif transport.size == 1:
             buffer, transfer = shard, Transfer.done()
         else:
-            buffer = shard.new_empty(*self.buffer_shape)  # parsed faster than one argument
+            # Parsed faster than one argument.
+            buffer = shard.new_empty(*self.buffer_shape) if into is None else into[0]
             transfer = transport.all_gather(buffer, shard, self.cut.dim)
         counters.gather_bytes += num_bytes
         lease = Lease(self, kind, buffer, transfer, prefetched, view)
-        captured = self.runtime.captured
-        if captured is not None:
-            captured.leases.append(weakref.ref(lease))
-            captured.gathered.add(self)
+        if self.runtime.captured is not None:
+            self.runtime.captured.note(lease)
         return lease

@@ -8,6 +8,7 @@ have done.
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -126,24 +127,34 @@ class StandIn:
         self.num_released += 1
 
 
-def _is_tensor(value):
-    return isinstance(value, torch.Tensor)
+class _Mark:
+    """Waiting for it does what was put off until then."""
 
+    def __init__(self, stand_in):
+        self._stand_in = stand_in
 
-def graphed(step, model, *optimizers, **options):
-    """(a GraphedStep over the stand-in, the stand-in)."""
-    stand_in = StandIn(model, optimizers, step)
-    settings = {"num_warmup_steps": 2, "max_graphs": 1, "clone_outputs": True, **options}
-    device = torch.device("cpu")
-    return GraphedStep(stand_in.step, model, optimizers, recorder=stand_in, device=device, **settings), stand_in
+    def wait(self):
+        self._stand_in.catch_up(self)
 
 
 class BlockStandIn:
-    """The same for graphs of blocks: what is replayed is the captured function itself, run again."""
+    """The same for graphs of blocks: what is replayed is the captured function itself, run again.
 
-    def __init__(self, model):
+    What is to run beside other graphs runs as late as it may: when somebody waits for it.
+
+    Args:
+        chance: of a number, the same on all ranks: sometimes a part of it runs sooner.
+
+    Attributes:
+        put_off: (what, its mark), in order.
+        num_beside: of these, so far.
+    """
+
+    def __init__(self, model, chance=None):
         self.model = model
-        self.num_released = 0
+        self._chance = chance
+        self.num_released = self.num_beside = 0
+        self.put_off = []
 
     @contextlib.contextmanager
     def apart(self):
@@ -152,15 +163,39 @@ class BlockStandIn:
     def prepare(self):
         pass
 
-    def capture(self, step, failed):
+    def mark(self):
+        return _Mark(self)
+
+    def beside(self, work, done):
+        self.num_beside += 1
+        self.put_off.append((work, done))
+        if self._chance is not None:
+            place = self._chance.randrange(2 * len(self.put_off))
+            if place < len(self.put_off):
+                self.catch_up(self.put_off[place][1])
+
+    def catch_up(self, mark=None):
+        """Do what was put off, up to ``mark`` if that is given."""
+        while self.put_off and (mark is None or any(done is mark for _, done in self.put_off)):
+            work, _ = self.put_off.pop(0)
+            work()
+
+    def capture(self, step, failed, is_beside=False):
+        grads = [_local(param.grad) for param in self.model.parameters() if param.grad is not None]
+        saved = [(grad, grad.clone()) for grad in grads]
+        told = [(runtime, runtime.schedule.state(), runtime._starts_pass) for runtime in model_runtimes(self.model)]
         try:
             result = step()
         except BaseException:
             failed()
             raise
+        StandIn._undo(saved)
 
         def replay():
             with self._python_undone():
+                for runtime, state, starts_pass in told:  # a graph gathers what it did, whatever is predicted by now
+                    runtime.schedule.restore({name: copy.copy(value) for name, value in state.items()})
+                    runtime._starts_pass = starts_pass
                 found = step()
             for old, new in zip(tree_leaves(result), tree_leaves(found)):
                 if _is_tensor(old):
@@ -173,10 +208,14 @@ class BlockStandIn:
         runtimes = model_runtimes(self.model)
         kept = [(r, r.schedule.state(), r.reducer.small, r._starts_pass, r._kept_bytes) for r in runtimes]
         leases = [(w, w.next_lease, w.kept_lease) for r in runtimes for w in r.live_weights()]
+        in_flight = [(stage.in_flight, list(stage.in_flight)) for r in runtimes for stage in r.reducer._stages]
+        backwards = [(r._backwards, dict(r._backwards)) for r in runtimes]
         for runtime in runtimes:
             runtime.reducer.small = {}
         for weight, *_ in leases:
             weight.next_lease = weight.kept_lease = None
+        for table, _ in (*in_flight, *backwards):
+            table.clear()
         with torch.enable_grad():
             yield
         for runtime, schedule, small, starts_pass, kept_bytes in kept:
@@ -184,6 +223,25 @@ class BlockStandIn:
             runtime.reducer.small, runtime._starts_pass, runtime._kept_bytes = small, starts_pass, kept_bytes
         for weight, weight.next_lease, weight.kept_lease in leases:
             pass
+        for stage, reductions in in_flight:
+            assert not stage
+            stage.extend(reductions)
+        for table, ends in backwards:
+            table.clear()
+            table.update(ends)
 
     def release(self):
+        self.catch_up()
         self.num_released += 1
+
+
+def _is_tensor(value):
+    return isinstance(value, torch.Tensor)
+
+
+def graphed(step, model, *optimizers, **options):
+    """(a GraphedStep over the stand-in, the stand-in)."""
+    stand_in = StandIn(model, optimizers, step)
+    settings = {"num_warmup_steps": 2, "max_graphs": 1, "clone_outputs": True, **options}
+    device = torch.device("cpu")
+    return GraphedStep(stand_in.step, model, optimizers, recorder=stand_in, device=device, **settings), stand_in

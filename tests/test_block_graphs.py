@@ -287,7 +287,7 @@ def test_what_cannot_be_captured(mesh, rank, world_size):
     with pytest.raises(GraphError, match=r"layers\.1\.attention\.wq\.weight: a hook waits for its gradient"):
         trained(model, step, rank, world_size, 1)
     hook.remove()
-    assert not blocks.is_captured and blocks._recorder.num_released == 1
+    assert not blocks.is_captured and blocks.recorder.num_released == 1
     assert len(trained(model, step, rank, world_size, 4)) == 4 and blocks.num_replays == 0  # goes on without
 
     blocks = blocks_of(model)

@@ -17,6 +17,7 @@ import gtp_dtensor.domain
 from gtp_dtensor import GTPConfig, GTPStyle, stats
 from gtp_dtensor.block_graphs import GraphedBlocks
 from gtp_dtensor.graph_capture import Runtimes, RuntimesReplay
+from gtp_dtensor.transport import Traffic
 from gtp_dtensor.transport.symmetric import SymmetricTransport
 from tests.harness import ranks
 from tests.models import MLP, WithEinsum
@@ -145,7 +146,7 @@ def captured(world_size, config):
     for _ in range(2):
         step()
         runtimes.settle()
-    transport.before_replay()  # the caller comes after all lanes
+    transport.before_replay(Traffic.ALL)  # the caller comes after all lanes
     torch.distributed.barrier()
     transport.fabric.start(_places(transport))
     with runtimes.capturing(RuntimesReplay(runtimes)):
@@ -308,12 +309,18 @@ class _LoggingRecorder:
     def prepare(self):
         pass
 
-    def capture(self, step, failed):
+    def capture(self, step, failed, is_beside=False):
         self._fabric.start(self._place_of)
         result = step()
         self.graphs.append(self._fabric.nodes)
         self._fabric.nodes = None
         return lambda: None, result
+
+    def mark(self):
+        return mock.Mock()
+
+    def beside(self, work, done):
+        work()
 
     def release(self):
         pass
@@ -335,10 +342,15 @@ def test_graphs_of_blocks_wait_for_nothing_outside(rank, world_size):
     blocks = GraphedBlocks(model, ["first", "mixer"], recorder=recorder, num_warmup_passes=2)
     for _ in range(4):
         step()
-    assert blocks.is_captured and len(recorder.graphs) == 4 and transport.fabric.foreign == 0
+    assert blocks.is_captured and len(recorder.graphs) == 6 and transport.fabric.foreign == 0
     for nodes in recorder.graphs:
         assert nodes[0].lane == 0 and all(node.before for node in nodes[1:])
-    assert [sum(node.kind == "copy" for node in nodes) > 0 for nodes in recorder.graphs] == [True] * 4
+    fabric = transport.fabric
+    # The lanes that do more than begin and end. The first forward gathers, for the second too; backwards need no weight, but
+    # what autograd kept of it; reductions are graphs of their own.
+    lanes = [{node.lane for node in nodes if node.kind != "record"} for nodes in recorder.graphs]
+    beside = {fabric.pushing, fabric.summing}
+    assert lanes == [{fabric.copying}, set(), set(), beside, set(), beside], lanes
     assert stats(model).num_pending == 0
     errors = []
     # What autograd kept dies while another stream is the current one than that of the captures.

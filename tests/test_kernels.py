@@ -169,6 +169,8 @@ def test_kept_divisions_equal_plain_launches(device):
             for dtype in (torch.bfloat16, torch.float32):
                 for _ in range(2):
                     plain.kept.clear()
-                    found, expected = (dequantizing.divide_in_one_kernel(codes, scale, dtype, k) for k in (kernel, plain))
+                    found, expected = (
+                        dequantizing.divide_in_one_kernel(codes, scale, dtype, k) for k in (kernel, plain)
+                    )
                     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
     assert all(kernel.kept.values())

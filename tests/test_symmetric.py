@@ -189,7 +189,11 @@ def test_counts_of_a_step(mesh, rank, world_size):
         for _ in range(3):
             step()
     s = stats(model)
-    calls, num_gathers, num_reductions = transport.fabric.calls, s.num_forward_gathers + s.num_backward_gathers, 3 * 2 * 3
+    calls, num_gathers, num_reductions = (
+        transport.fabric.calls,
+        s.num_forward_gathers + s.num_backward_gathers,
+        3 * 2 * 3,
+    )
     assert calls["record"] <= 2 * num_gathers + 3 * num_reductions + 2 * s.num_fences
     assert calls["wait"] == 2 * num_gathers + 3 * num_reductions + s.num_fences
     assert calls["signal"] == calls["take"] == 2 * num_reductions + s.num_fences

@@ -53,7 +53,7 @@ class Gtp:
     """The same over dp_shard (with cp) and dp_replicate, each by its own size; independent of the other."""
 
     graph_wgrad_ring_size: int = 2
-    """How many unsharded weight gradients may be in flight at once."""
+    """How many unsharded weight gradients may be in flight at once; with cuda_graph = "block", how many blocks' of them."""
 
     wgrad_before_dgrad: bool = False
     """The backward of a linear computes its weight's gradient, and starts its reduction, before its input's gradient."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -107,6 +108,14 @@ class Transfer:
             home.wait_event(read)
 
 
+class Traffic(Enum):
+    """What a CUDA graph moves."""
+
+    GATHERS = 1  # on the stream that computes
+    REDUCTIONS = 2  # on a stream of their own, beside what computes
+    ALL = 3  # on the stream that computes
+
+
 class CollectiveTransport:
     """Gathers and reductions over one mesh axis, each kind on a communicator (and so a stream) of its own.
 
@@ -144,7 +153,8 @@ class CollectiveTransport:
         """Around the rewriting of these weights' compute shards, which nobody reads but in collectives."""
         return contextlib.nullcontext()
 
-    # ---- CUDA graphs. A communicator orders what a graph and eager code issue on it by itself.
+    # ---- CUDA graphs. A communicator orders what graphs and eager code issue on it by itself, in the order of the host,
+    # whatever their streams (NCCL's graph mixing, which is on by default).
 
     def begin_capture(self) -> None:
         """The current stream begins to capture, and nothing is in flight."""
@@ -158,11 +168,11 @@ class CollectiveTransport:
         """The capture failed. No stream may be touched."""
         self.is_capturing = False
 
-    def before_replay(self) -> None:
-        """What the current stream does next, a replay, comes after all that side streams were given."""
+    def before_replay(self, traffic: Traffic) -> None:
+        """What the current stream does next, a replay, comes after what side streams were given of that kind."""
 
-    def after_replay(self) -> None:
-        """Side streams go on after the replay that the current stream was given."""
+    def after_replay(self, traffic: Traffic) -> None:
+        """Side streams for that kind go on after the replay that the current stream was given."""
 
     def pushes(self, dtype: torch.dtype) -> bool:
         """Whether gradients that travel in ``dtype`` are reduced through memory of the peers."""

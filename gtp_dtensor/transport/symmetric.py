@@ -24,8 +24,10 @@
 
 [Note: replays]
     A graph begins with all side streams waiting for the one that captures, and ends with that one waiting for them. What
-    runs before a replay is ordered before it the same way, and what runs after it after. Words are as they were before when
-    a replay ends. The watchdog knows replays, not the waits in them.
+    runs before a replay is ordered before it the same way, and what runs after it after; of a graph that holds gathers only,
+    or reductions only, what is of that kind. Gathers need nothing before them but that shards were rewritten. Words are as
+    they were before when a replay ends, and replays that hold signals are ordered by the side streams that they wait for: so
+    one of reductions may run beside one of gathers. The watchdog knows replays, not the waits in them.
 
 Signals are words of shared memory, 0 or 1: one side waits for a value and sets the other one, in eager code and under
 capture alike. The streams of one rank are ordered by events, never by words only.
@@ -42,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .collective import CollectiveTransport, group_timeout
+from .collective import CollectiveTransport, Traffic, group_timeout
 from .fabric import Address, Fabric, Lane, Shared, Sum
 from .inbox import Inbox, Piece, Slot, pieces_of, place_at
 from .watchdog import NUM_KINDS, Watchdog
@@ -157,7 +159,7 @@ class Replay:
 
 
 # Kinds of waits, each in the order of one stream.
-_READING, _REWRITING, _ROOM, _PARTS, _REPLAYS = range(NUM_KINDS)
+_READING, _REWRITING, _ROOM, _PARTS, _REPLAYS, _REDUCING_REPLAYS = range(NUM_KINDS)
 
 
 class SymmetricTransport(CollectiveTransport):
@@ -183,6 +185,7 @@ class SymmetricTransport(CollectiveTransport):
         self._control = self._share(_CONTROL_BYTES)
         self.watchdog = Watchdog(fabric, self._timeout_seconds, self._describe)
         self._issued = self._new_event()
+        self._rewritten = self._new_event()  # by all, as the stream for gathers knows
         self._say_read, self._take_read = self._signals(0, 1, _READING, "until all have read their compute shards")
         self._say_written, self._take_written = self._signals(1, 1, _REWRITING, "for rewritten compute shards")
         # Where a tensor of ours begins: (its memory, each rank and where its tensor begins, in the order of reading).
@@ -240,42 +243,51 @@ class SymmetricTransport(CollectiveTransport):
 
     # ---- CUDA graphs, see [Note: replays]
 
-    def _fork(self) -> None:
+    def _lanes(self, traffic: Traffic) -> tuple[Lane, ...]:
+        fabric = self.fabric
+        gathers, reductions = (fabric.copying,), (fabric.pushing, fabric.summing)
+        return {Traffic.GATHERS: gathers, Traffic.REDUCTIONS: reductions}.get(traffic, gathers + reductions)
+
+    def _fork(self, lanes: Sequence[Lane]) -> None:
         """What the lanes are given next comes after what the current stream was given so far."""
         fabric = self.fabric
         fabric.record(self._issued, fabric.current())
-        for lane in (fabric.copying, fabric.pushing, fabric.summing):
+        for lane in lanes:
             fabric.wait(lane, self._issued)
 
-    def _join(self) -> None:
+    def _join(self, lanes: Sequence[Lane]) -> None:
         """What the current stream is given next comes after what the lanes were given so far."""
         fabric = self.fabric
         now = fabric.current()
-        for lane in (fabric.copying, fabric.pushing, fabric.summing):
+        for lane in lanes:
             fabric.record(self._issued, lane)
             fabric.wait(now, self._issued)
 
     def begin_capture(self) -> None:
         """See :meth:`CollectiveTransport.begin_capture`."""
-        self._fork()
+        self._fork(self._lanes(Traffic.ALL))
         self.is_capturing = True
         if self._inbox is not None:
             self._inbox.begin_capture()
 
     def end_capture(self) -> None:
         """See :meth:`CollectiveTransport.end_capture`."""
-        self._join()
+        self._join(self._lanes(Traffic.ALL))
         self.is_capturing = False
 
-    def before_replay(self) -> None:
+    def before_replay(self, traffic: Traffic) -> None:
         """See :meth:`CollectiveTransport.before_replay`."""
-        self._join()
+        if traffic is Traffic.GATHERS:  # eager ones may be on their way
+            self.fabric.wait(self.fabric.current(), self._rewritten)
+        else:
+            self._join(self._lanes(traffic))
 
-    def after_replay(self) -> None:
+    def after_replay(self, traffic: Traffic) -> None:
         """See :meth:`CollectiveTransport.after_replay`."""
         fabric = self.fabric
-        fabric.pass_mark(fabric.current(), _REPLAYS, self.watchdog.expect(_REPLAYS, Replay, ""))
-        self._fork()
+        kind = _REDUCING_REPLAYS if traffic is Traffic.REDUCTIONS else _REPLAYS
+        fabric.pass_mark(fabric.current(), kind, self.watchdog.expect(kind, Replay, ""))
+        self._fork(self._lanes(traffic))
 
     # ---- gathers
 
@@ -313,6 +325,8 @@ class SymmetricTransport(CollectiveTransport):
         fabric.record(self._issued, now)
         fabric.wait(fabric.copying, self._issued)
         self._take_written(fabric.copying)
+        if not self.is_capturing:
+            fabric.record(self._rewritten, fabric.copying)
         self.num_fences += 1
 
     def _place(self, weights: Sequence[ShardedWeight]) -> None:

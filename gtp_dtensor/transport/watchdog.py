@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .fabric import Fabric
 
-NUM_KINDS = 5
+NUM_KINDS = 6
 _MOST = 1 << 30  # numbers begin anew here
 
 
