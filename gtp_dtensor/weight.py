@@ -162,8 +162,8 @@ class Lease:
         """IN_FLIGHT or READY -> ENDED. Its memory is another lease's from now on; what the current stream does next comes
         after the gather."""
         self.wait()
-        self._transfer.release()
-        self.state, self._buffer = _ENDED, None
+        self.transfer.release()
+        self.state, self.buffer = _ENDED, None
         self.weight.runtime.counters.live_lease_bytes -= self.num_bytes
 
     def settle(self) -> None:
