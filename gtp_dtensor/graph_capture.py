@@ -25,8 +25,8 @@ import torch
 import torch.nn as nn
 
 from .counters import Tally
-from .members import model_runtimes
 from .graph_borders import Handover, RingWriter
+from .members import model_runtimes
 from .runtime import Runtime
 from .schedule import IN_BACKWARD, Kind
 from .small import SmallParam
