@@ -1,5 +1,5 @@
 """What crosses the borders of graphs of blocks, over a stand-in (see graph_stand_in.py) that puts off reductions for as long as
-nobody waits for them: gathers for the next graph, and gradients in a ring. On a GPU: test_graphs_gpu.py."""
+nobody waits for them: gathers for the next graph, and gradients in a ring. On a GPU: test_block_borders_gpu.py."""
 
 import contextlib
 import itertools
