@@ -2,6 +2,8 @@
 test_graphs_gpu.py."""
 
 import copy
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -307,6 +309,9 @@ def test_what_cannot_be_captured(mesh, rank, world_size):
         blocks_of(build(mesh, GTPConfig(check_param_states=True)))
     with pytest.raises(ValueError, match="not under GTP"):
         blocks_of(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)])}))
+    with mock.patch.dict(os.environ, NCCL_GRAPH_MIXING_SUPPORT="0"):
+        with pytest.raises(ValueError, match="NCCL_GRAPH_MIXING_SUPPORT=0 forbids"):
+            blocks_of(model)
     step, _ = training(model)
     blocks = blocks_of(model)
     trained(model, step, rank, world_size, 2)
