@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import logging
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -119,6 +120,11 @@ class GraphedBlocks:
     def __init__(self, model: nn.Module, modules: Sequence[str], *, recorder: Recorder, num_warmup_passes: int) -> None:
         if isinstance(num_warmup_passes, bool) or not isinstance(num_warmup_passes, int) or num_warmup_passes < 0:
             raise ValueError(f"graph_blocks(num_warmup_passes={num_warmup_passes!r}): must be an integer of at least 0")
+        if os.environ.get("NCCL_GRAPH_MIXING_SUPPORT") == "0":
+            raise ValueError(
+                "graph_blocks: NCCL_GRAPH_MIXING_SUPPORT=0 forbids a communicator in a graph beside others, as reductions are: "
+                "unset it"
+            )
         found = _outermost(model, modules)
         self._model = model
         self.recorder = recorder

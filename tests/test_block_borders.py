@@ -1,10 +1,8 @@
 """What crosses the borders of graphs of blocks, over a stand-in (see graph_stand_in.py) that puts off reductions for as long as
-nobody waits for them: gathers for the next graph, and gradients in a ring. On a GPU: test_graphs_gpu.py."""
+nobody waits for them: gathers for the next graph, and gradients in a ring. On a GPU: test_block_borders_gpu.py."""
 
 import contextlib
-import functools
 import itertools
-import random
 from unittest import mock
 
 import pytest
@@ -15,10 +13,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import gtp_dtensor.domain
 from gtp_dtensor import GraphError, GTPConfig, GTPStyle, stats
-from gtp_dtensor.block_graphs import GraphedBlocks
 from gtp_dtensor.graph_borders import PendingReplay, RingWriter
 from gtp_dtensor.graphed_block import Graph
 from gtp_dtensor.members import weight_of
+from gtp_dtensor.transport import Traffic
 from gtp_dtensor.transport.symmetric import SymmetricTransport
 from tests.graph_stand_in import BlockStandIn
 from tests.harness import ranks
@@ -394,13 +392,10 @@ def test_experts_one_block_ahead(rank, world_size, modules):
     assert_same(*results)
     assert blocks.num_eager == 0 and blocks.num_late_gathers == 0
     # (found, waited for) in two steps, a use of each weight in forward and backward.
-    last = "layers.2.moe.experts.w2"
-    assert (
-        hits[0].pop("layers.0.moe.experts.w1") == hits[1].pop("layers.0.moe.experts.w1") == (2, 2)
-    )  # nothing before it
-    if modules == [
-        "layers.*"
-    ]:  # no graph leaves the backward what it begins with; eager code keeps that from the forward
+    first, last = "layers.0.moe.experts.w1", "layers.2.moe.experts.w2"
+    assert hits[0].pop(first) == hits[1].pop(first) == (2, 2)  # nothing before it
+    if modules == ["layers.*"]:
+        # No graph of a forward leaves the backward what it begins with, and eager code keeps it.
         assert hits[0].pop(last) == (2, 0) and hits[1].pop(last) == (2, 2)
     assert hits[0] == hits[1] and all(counts == (4, 0) for name, counts in hits[0].items() if name != last), hits
     if modules == ["layers.*"]:
@@ -433,7 +428,9 @@ def test_beside_symmetric_memory(rank, world_size):
     made = []
 
     def choose(requested, mesh, device, name):
-        made.append(SymmetricTransport(mesh.get_group(), device, name, ThreadFabric()))
+        fabric = ThreadFabric()
+        fabric.delays = {"copying": 2e-4, "pushing": 2e-4, "summing": 1e-3}
+        made.append(SymmetricTransport(mesh.get_group(), device, name, fabric))
         return made[-1]
 
     results = []
@@ -448,81 +445,48 @@ def test_beside_symmetric_memory(rank, world_size):
     assert blocks.num_border_gathers == 2 * (NUM_LAYERS - 1) and blocks.num_late_gathers == 0
 
 
-# ---- all together
+class _LaneLog(ThreadFabric):
+    """Notes what the lanes wait for: (lane, lane that recorded the event)."""
 
+    def __init__(self):
+        super().__init__()
+        self.waits, self._recorded = [], {}
 
-def _play(model, rank, world_size, chance, num_steps):
-    """A random training, the same for the same ``chance``: (losses, gradients after each step's last backward)."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    forwards = [layer.forward for layer in model.layers]
+    def record(self, event, lane):
+        self._recorded[id(event)] = lane
+        super().record(event, lane)
 
-    def halves(x, forward):
-        half = len(x) // 2
-        return torch.cat([forward(x[:half]), forward(x[half:])])
-
-    def loss_of(n, length=7):
-        return model(tokens_of(n, rank, world_size, length=length)[0]).float().square().mean()
-
-    found = []
-    for number in range(num_steps):
-        for n in range(10 * number, 10 * number + chance.choice((1, 1, 2, 3))):
-            what = chance.choice(("plain", "plain", "halves", "length", "two", "eval", "write", "part"))
-            if number < 2:
-                what = "plain"
-            place = chance.randrange(NUM_LAYERS)
-            if what == "halves":
-                model.layers[place].forward = functools.partial(halves, forward=forwards[place])
-            if what == "write":
-                with torch.no_grad():
-                    model.layers[place].attention.wq.weight.mul_(0.875)
-            if what == "eval":
-                with torch.no_grad():
-                    found.append(loss_of(n).item())
-            loss = loss_of(n, 9 if what == "length" else 7)
-            if what == "two":
-                loss = loss + loss_of(n + 5)
-            if what == "part":  # without the last blocks' backwards
-                x = model.tok_embeddings(tokens_of(n, rank, world_size)[0])
-                for layer in model.layers[: place + 1]:
-                    x = layer(x)
-                loss = loss.detach() + x.float().square().mean()
-            found.append(loss.item())
-            loss.backward()
-            model.layers[place].forward = forwards[place]
-        found.append(full_gradients(model))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=chance.random() < 0.5)
-    return found
+    def wait(self, lane, event):
+        self.waits.append((lane, self._recorded.get(id(event))))
+        super().wait(lane, event)
 
 
 @ranks(2)
-@pytest.mark.parametrize("seeds", [range(3), slow(range(3, 30))], ids=["few", "many"])
-def test_random_trainings(mesh, rank, world_size, seeds):
-    """With and without graphs, whatever is called in which order, and whenever reductions run."""
-    num_replays = num_eager = num_late = 0
-    for seed in seeds:
-        results = []
-        chance = random.Random(seed)
-        config = GTPConfig(
-            graph_wgrad_ring_size=chance.choice((1, 2, 3)),
-            look_ahead=chance.choice((1, 2, 4, 9)),
-            param_dtype=chance.choice((None, torch.bfloat16)),
-            recompute_keep_bytes=chance.choice((None, 0)),
-        )
-        recompute = chance.random() < 0.3
-        for is_graphed in (False, True):
-            model = build(mesh, config, recompute=recompute)
-            if is_graphed:
-                recorder = BlockStandIn(model, random.Random(seed))
-                blocks = GraphedBlocks(model, ["layers.*"], recorder=recorder, num_warmup_passes=2)
-            results.append(_play(model, rank, world_size, random.Random(seed), 6))
-            assert stats(model).num_pending == 0
-        for place, (one, other) in enumerate(zip(*results, strict=True)):
-            if isinstance(one, dict):
-                assert_equal_to_reference(other, one, f"seed {seed}, {place}: gradient")
-            else:
-                assert one == other, (seed, place)
-        num_replays, num_eager = num_replays + blocks.num_replays, num_eager + blocks.num_eager
-        num_late += blocks.num_late_gathers
-        blocks.release()
-    assert min(num_replays, num_eager, num_late) > 0, (num_replays, num_eager, num_late)
+def test_what_replays_wait_for_with_symmetric_memory(mesh, rank, world_size):
+    """A replay of gathers waits for rewritten shards, not for reductions nor for other gathers; one of reductions for reductions.
+    What comes after either waits for it, in lanes of its kind."""
+    fabric = _LaneLog()
+    current, copying, pushing, summing = fabric.current(), fabric.copying, fabric.pushing, fabric.summing
+    transport = SymmetricTransport(mesh.get_group(), torch.device("cpu"), "gtp", fabric)
+    with mock.patch.object(gtp_dtensor.domain, "choose_transport", lambda *_: transport):
+        model = build(mesh, GTPConfig(param_dtype=torch.bfloat16))
+    model(tokens_of(0, rank, world_size)[0]).square().mean().backward()
+    assert transport._rewritten[0] is not None  # recorded by eager code, after the fence
+
+    def waits_of(traffic):
+        fabric.waits.clear()
+        transport.before_replay(traffic)
+        before = set(fabric.waits)
+        fabric.waits.clear()
+        transport.after_replay(traffic)
+        return before, set(fabric.waits)
+
+    assert waits_of(Traffic.GATHERS) == ({(current, copying)}, {(copying, current)})
+    reductions = {(current, pushing), (current, summing)}, {(pushing, current), (summing, current)}
+    assert waits_of(Traffic.REDUCTIONS) == reductions
+    before, after = waits_of(Traffic.ALL)
+    assert before == reductions[0] | {(current, copying)} and after == reductions[1] | {(copying, current)}
+    # And that of gathers waits for what it was when shards were rewritten, however many gathers came since.
+    with mock.patch.object(fabric, "record") as record:
+        transport.before_replay(Traffic.GATHERS)
+    assert not record.called

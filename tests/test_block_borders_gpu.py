@@ -22,8 +22,8 @@ NUM_STEPS, NUM_LAYERS = 10, 2
 LONG = 1_000_000_000  # GPU clock cycles: half a second; a block takes a thousandth of that
 
 
-def made(mesh, device, transport):
-    config = GTPConfig(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, transport=transport)
+def made(mesh, device, transport, reduce_dtype):
+    config = GTPConfig(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, transport=transport)
     model = llama(mesh, device, config)
     for layer in model.layers:  # random numbers in graphs beside which others are replayed
         layer.attention.register_forward_hook(lambda module, args, y: F.dropout(y, 0.1))
@@ -80,8 +80,11 @@ class Watch:
 
 
 @on_gpu
-@pytest.mark.parametrize("transport", ["symmetric", "collective"])
-def test_borders_of_blocks(mesh, rank, world_size, device, transport):
+@pytest.mark.parametrize(
+    "transport, reduce_dtype",
+    [("symmetric", torch.bfloat16), ("symmetric", torch.float32), ("collective", torch.bfloat16)],
+)
+def test_borders_of_blocks(mesh, rank, world_size, device, transport, reduce_dtype):
     """Ring, leases, inboxes and free memory of both pools are NaN where nobody may read them: no result is. Reductions go on
     while the next graph runs to its end. Replays make no event, and nothing is gathered late."""
     num_steps = NUM_STEPS if transport == "symmetric" else 5  # sockets are slow
@@ -91,10 +94,10 @@ def test_borders_of_blocks(mesh, rank, world_size, device, transport):
 
     with same_kernels():
         torch.manual_seed(1)
-        model = made(mesh, device, transport)
+        model = made(mesh, device, transport, reduce_dtype)
         torch.manual_seed(2)
         expected = run(model, adam(model), batch, num_steps, False)
-        model = made(mesh, device, transport)
+        model = made(mesh, device, transport, reduce_dtype)
         optimizer = adam(model)
         step, blocks = training_step(model, optimizer), graph_blocks(model)
         watch, values, num_free = Watch(blocks), [], 0

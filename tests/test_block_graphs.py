@@ -2,6 +2,8 @@
 test_graphs_gpu.py."""
 
 import copy
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -177,6 +179,33 @@ def test_graphs_hang_on_leaves_of_their_own(mesh, rank, world_size):
         assert all(member.leaf is member.param for member in (*block.weights, *block._smalls))
 
 
+@ranks(2)
+def test_a_backward_that_raises(mesh, rank, world_size):
+    """Reductions that go on beside the graph that raises are waited for; the next step is clean."""
+    results, outstanding = [], []
+    for is_graphed in (False, True):
+        model = build(mesh)
+        step, _ = training(model)
+        blocks = blocks_of(model) if is_graphed else None
+        values = trained(model, step, rank, world_size, 3)
+
+        def fail(grad, blocks=blocks):
+            outstanding.append(0 if blocks is None else len(blocks.recorder.put_off))
+            raise RuntimeError("on its way")
+
+        hook = model.layers[0].register_forward_hook(lambda module, args, y, fail=fail: y.register_hook(fail) and None)
+        with pytest.raises(RuntimeError, match="on its way"):
+            model(tokens_of(9, rank, world_size)[0]).square().mean().backward()
+        hook.remove()
+        model.zero_grad()
+        values += trained(model, step, rank, world_size, 2, first=3)
+        results.append((values, full_parameters(model)))
+        assert stats(model).num_pending == 0
+    assert outstanding == [0, 2] and blocks.num_eager == 0  # of the two blocks whose backwards came through
+    assert results[0][0] == results[1][0]
+    assert_equal_to_reference(results[1][1], results[0][1], "weight")
+
+
 class _Branches(nn.Module):
     def __init__(self):
         super().__init__()
@@ -280,6 +309,9 @@ def test_what_cannot_be_captured(mesh, rank, world_size):
         blocks_of(build(mesh, GTPConfig(check_param_states=True)))
     with pytest.raises(ValueError, match="not under GTP"):
         blocks_of(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)])}))
+    with mock.patch.dict(os.environ, NCCL_GRAPH_MIXING_SUPPORT="0"):
+        with pytest.raises(ValueError, match="NCCL_GRAPH_MIXING_SUPPORT=0 forbids"):
+            blocks_of(model)
     step, _ = training(model)
     blocks = blocks_of(model)
     trained(model, step, rank, world_size, 2)
