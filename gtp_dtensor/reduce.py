@@ -69,7 +69,7 @@ class Reducer:
         self.has_replicas = self._over_shards is not None or self._over_copies is not None
         self.pending = Stage(self._to_replicas if self.has_replicas else self._accumulate)  # over gtp
         self._in_flight = self.pending.in_flight
-        # Sums for parameters, by their id, that have no gradient yet: scaled together, by one kernel.
+        # Sums for parameters, by their id, that have no gradient yet: scaled together.
         self._new: dict[int, tuple[ShardedWeight, nn.Parameter, torch.Tensor]] = {}
         self._to_shards = Stage(self._accumulate if self._over_copies is None else self._from_shards)
         self._to_copies = Stage(self._from_copies)
@@ -120,8 +120,7 @@ class Reducer:
             self._give_new()
 
     def _give_new(self) -> None:
-        """New gradients, scaled, to their parameters. Autograd itself may have given these some meanwhile, where a DTensor
-        operator read them."""
+        """New gradients, scaled, to their parameters; autograd may have given these some meanwhile."""
         if not self._new:
             return
         given, self._new = list(self._new.values()), {}
@@ -450,8 +449,9 @@ class Reducer:
     def void(self) -> None:
         """Wait for and drop what is not in ``.grad`` yet: the backward that launched it raised.
 
-        As everywhere in PyTorch, ``.grad`` may hold a part of such a backward's gradients (on a GPU all that were launched and
-        added to another): ``zero_grad()`` before the next one. What earlier microbatches left here cannot be told from it.
+        As everywhere in PyTorch, ``.grad`` may hold a part of such a backward's gradients (on a GPU all that were
+        launched and added to another): ``zero_grad()`` before the next one. What earlier microbatches left here cannot
+        be told from it.
         """
         if self.kept_back or self.small_kept_back:
             logger.warning(

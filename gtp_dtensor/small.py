@@ -4,12 +4,12 @@ It is a DTensor on the storage mesh like the sharded ones, ``Replicate()`` over 
 meet one mesh; only inside its module's forward is it seen as the plain (or tp) tensor that the module expects.
 
 [Note: copies in compute dtype]
-    Where that is not the parameter's own dtype, each use casts. In training all but large ones are cast together instead,
-    by one kernel when the root's forward begins, and then no more until something may have written them: an optimizer's
-    step, ``refresh``, a replay of a step, an evaluation. Each time these are new tensors, since a graph may still hold the
-    ones of before. A parameter that was written since, as far as its versions tell, is cast at each use again; so is one
-    whose module is called outside of the root's forward and its backward, and everything in a CUDA graph, whose replays
-    would read memory of one step.
+    Where that is not the parameter's own dtype, each use casts. In training all but large ones are cast together
+    instead, by one kernel when the root's forward begins, and then no more until something may have written them: an
+    optimizer's step, ``refresh``, a replay of a step, an evaluation. Each time these are new tensors, since a graph may
+    still hold the ones of before. A parameter that was written since, as far as its versions tell, is cast at each use
+    again; so is one whose module is called outside of the root's forward and its backward, and everything in a CUDA
+    graph, whose replays would read memory of one step.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class SmallParam:
         self._copy = None
 
     def read(self) -> torch.Tensor:
-        """What the module computes with, in compute dtype: a new tensor object, over the parameter's memory where it is not
-        cast."""
+        """What the module computes with, in compute dtype: a new tensor object, over the parameter's memory where it is
+        not cast."""
         copy, param, runtime = self._copy, self.param, self.runtime
         local = param._local_tensor
         if (
