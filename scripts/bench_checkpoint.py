@@ -38,7 +38,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from bench import add_contestants_option, add_model_options, build, one_step, random_batch, stop
+from bench import one_step, random_batch, stop
+from contestants import add_contestants_option, add_model_options, build
 from shared_gpu import share_gpu
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh

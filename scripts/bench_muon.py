@@ -24,7 +24,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench import add_contestants_option, add_model_options, build, start, stop
+from bench import start, stop
+from contestants import add_contestants_option, add_model_options, build
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor

@@ -26,6 +26,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from charts import pyplot
 from compare import Arrangement, Comparison, UsageError, parse_arguments, parse_arrangement
 
 NUM_FINAL = 20
@@ -84,12 +85,7 @@ def train(comparison: Comparison, number: int, run: Run) -> dict[str, list[float
 
 def plot(curves: dict[str, dict[str, list[float] | str]], path: Path, title: str) -> None:
     """All curves, each a running mean over 10 steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    figure, axes = pyplot().subplots(figsize=(8, 5))
     for style, (name, records) in zip(["-", "--", "-.", ":"] * len(curves), curves.items()):
         losses = records["loss"]
         means = [statistics.fmean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]

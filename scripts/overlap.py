@@ -1,9 +1,13 @@
 #!/usr/bin/env python
-"""How much of GTP's communication a GPU trace shows hidden behind matrix products.
+"""How much of a step's communication a GPU trace shows hidden behind computation.
 
-    python scripts/overlap.py trace.json [--at-least 0.9]
+    python scripts/overlap.py trace.json.gz [--at-least 0.9]
 
-Reads a trace of torch.profiler (CPU and CUDA activities). For each gather and reduction it finds the NCCL kernel that
+Reads a trace of torch.profiler and tells the device's time apart, whoever's trace it is (also of a replayed graph): while
+any kernel computes, while only communication runs (exposed), while nothing runs. FSDP2's copies into and out of its
+buffers are kernels that compute.
+
+Of GTP's traces with the host's events (bench.py --trace-host) it tells more. For each gather and reduction it finds the NCCL kernel that
 the range ``gtp::...`` launched, and whether a GEMM kernel ran at the same time. The first gather of each pass, and the
 first and last communication of each backward, have nothing to hide behind; all others are interior. Exits with 1 where
 fewer interior ones than ``--at-least`` overlap a GEMM.
@@ -22,6 +26,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 GEMM = re.compile(r"gemm|cutlass|nvjet|xmma|cublas|wgrad|dgrad", re.IGNORECASE)
 
@@ -44,6 +49,54 @@ def read_trace(path: str) -> list[dict]:
     opener = gzip.open if path.endswith(".gz") else open
     with opener(path, "rt") as file:
         return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+
+
+class Exposure(NamedTuple):
+    """Microseconds of the device, in all of a trace; ``compute`` + ``exposed`` + ``idle`` = ``span``.
+
+    Attributes:
+        span: from the first event to the end of the last.
+        compute: while a kernel, or a copy within the GPU, runs that is no communication.
+        communication: while communication runs, under ``compute`` or not.
+        exposed: while communication runs and nothing else does.
+        idle: while nothing runs.
+    """
+
+    span: float
+    compute: float
+    communication: float
+    exposed: float
+    idle: float
+
+
+def exposure(events: list[dict]) -> Exposure | None:
+    """What the device did. None where the trace has no events of a device."""
+    device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if not device:
+        return None
+    between = {_stream(event) for event in device if "PtoP" in event["name"]}
+    compute, communication = [], []
+    for event in device:
+        is_copy = event["cat"] == "gpu_memcpy" and _stream(event) in between  # of a rank's own rows, too
+        moves = is_copy or "nccl" in event["name"].lower() or event["name"] == "sum_slots"
+        (communication if moves else compute).append((event["ts"], event["ts"] + event["dur"]))
+    everything = _length(compute + communication)
+    span = max(event["ts"] + event["dur"] for event in device) - min(event["ts"] for event in device)
+    busy = _length(compute)
+    return Exposure(span, busy, _length(communication), everything - busy, span - everything)
+
+
+def _stream(event: dict) -> object:
+    return event.get("pid"), event.get("args", {}).get("stream")
+
+
+def _length(spans: list[tuple[float, float]]) -> float:
+    """Of the union."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def communications(events: list[dict]) -> list[Communication]:
@@ -111,9 +164,20 @@ def main() -> int:
     parser.add_argument("--at-least", type=float, default=0.9)
     args = parser.parse_args()
     events = read_trace(args.trace)
+    whole = exposure(events)
+    if whole is not None:
+        shares = ((name, getattr(whole, name)) for name in ("compute", "communication", "exposed", "idle"))
+        print(
+            f"{whole.span / 1e3:.2f} ms: "
+            + ", ".join(f"{n} {us / 1e3:.2f} ({us / whole.span:.1%})" for n, us in shares)
+        )
     found = communications(events) or copies_and_sums(events)
     if not found:
-        print(f"overlap.py: {args.trace}: no NCCL kernel of a gtp:: range, no copy between GPUs", file=sys.stderr)
+        print(
+            f"overlap.py: {args.trace}: no NCCL kernel of a gtp:: range (bench.py --trace-host writes them), no copy "
+            "between GPUs: nothing to tell by weight",
+            file=sys.stderr,
+        )
         return 2
     mark(found, events)
     interior = [one for one in found if one.interior]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 
@@ -67,6 +67,8 @@ def _llama3_flavors() -> dict[str, BaseModelArgs]:
         ),
         # 18 million parameters: large enough to learn, small enough to be trained many times over.
         "20M": llama3.TransformerModelArgs(dim=576, n_layers=4, n_heads=9, vocab_size=2048, rope_theta=500000),
+        # 3.7 billion parameters: the 8B's shape at a depth that two GPUs hold with all that is measured beside it.
+        "8B_12_layers": replace(llama3.llama3_args["8B"], n_layers=12),
     }
 
 

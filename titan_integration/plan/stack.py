@@ -55,8 +55,9 @@ def shard_stack(
     look_ahead: int,
     transport: str,
     reduce_dtype: torch.dtype = torch.float32,
+    **meshes: DeviceMesh,
 ) -> None:
-    """Under GTP, computing in bfloat16."""
+    """Under GTP, computing in bfloat16. ``meshes``: of replicas, as GTPStyle takes them."""
     config = GTPConfig(
         param_dtype=torch.bfloat16,
         reduce_dtype=reduce_dtype,
@@ -65,4 +66,4 @@ def shard_stack(
         wire_format=wire_format,
         calculate_per_token_loss=True,
     )
-    parallelize_module(model, mesh, GTPStyle(config), src_data_rank=None)
+    parallelize_module(model, mesh, GTPStyle(config, **meshes), src_data_rank=None)
