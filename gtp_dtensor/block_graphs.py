@@ -345,7 +345,7 @@ class _Block:
             )
         for runtime in self._runtimes:
             runtime.enter()
-            runtime.reducer.receive()  # what is on its way into a gradient that may be moved now
+            runtime.reducer.pending.receive()  # what is on its way into a gradient that may be moved now
         given = [grad for grad, trains in zip(grads, self.output_trains) if trains]
         for static, grad in zip(self._output_grads, given):
             static.zero_() if grad is None else static.copy_(grad)

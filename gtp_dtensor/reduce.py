@@ -113,12 +113,6 @@ class Reducer:
         else:
             param.grad = new_dtensor(reduction.rows(dtype, scale), param._spec)
 
-    def receive(self) -> None:
-        """What is in flight over gtp, into ``.grad`` where nothing follows."""
-        with plain_ops():
-            self.pending.receive()
-            self._give_new()
-
     def _give_new(self) -> None:
         """New gradients, scaled, to their parameters; autograd may have given these some meanwhile."""
         if not self._new:
