@@ -46,7 +46,8 @@ def set_requires_gradient_sync(model: nn.Module | Iterable[nn.Module], requires_
 
 
 def refresh(model: nn.Module) -> None:
-    """To be called after writing into parameters by hand: compute shards are rebuilt before the next gather.
+    """To be called after writing into parameters by hand: compute shards are rebuilt before the next gather, and parameters
+    that stay whole are cast anew.
 
     Needed where ``param_dtype`` differs from the parameters' dtype, between two training forwards of a model that an
     optimizer trains, for writes that leave no trace: foreach and fused kernels called by hand, writes through

@@ -364,7 +364,9 @@ class Block:
             )
         for runtime in self._runtimes:
             runtime.enter()
-            runtime.reducer.receive_of(self._grads)  # what is on its way into what may be moved now
+            in_flight = runtime.reducer.pending.in_flight
+            if any(reduction.weight in self._grads for reduction in in_flight):  # into what may be moved now
+                runtime.reducer.pending.receive()
         given = [grad for grad, trains in zip(grads, self.output_trains) if trains]
         for static, grad in zip(self._output_grads, given):
             static.zero_() if grad is None else static.copy_(grad)

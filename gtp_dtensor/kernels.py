@@ -1,14 +1,14 @@
 """Triton kernels, launched without the host time that Triton takes to find what it compiled.
 
-A launch through ``kernel[grid](...)`` looks at every argument, makes a key of them and asks each tensor for its address:
-21 microseconds on the host of an H200. What it returns is the compiled kernel, which can be launched by itself in 6. Which
-one fits is then our business.
+A launch through ``kernel[grid](...)`` looks at every argument, makes a key of them and asks each tensor for its
+address: 21 microseconds on the host of an H200. What it returns is the compiled kernel, which can be launched by itself
+in 6. Which one fits is then our business.
 
 [Note: what Triton compiles for]
-    Of a tensor its dtype and whether its address is a multiple of 16; of an integer whether it is 1, a multiple of 16, and
-    how many bits it takes; of a float nothing; of a constant its value; and the device. Our keys hold more: integers and
-    constants as they are. So launches with one key are of one compiled kernel, whatever a release makes of integers; and
-    there are few keys, since integers are those of a weight's shape.
+    Of a tensor its dtype and whether its address is a multiple of 16; of an integer whether it is 1, a multiple of 16,
+    and how many bits it takes; of a float nothing; of a constant its value; and the device. Our keys hold more:
+    integers and constants as they are. So launches with one key are of one compiled kernel, whatever a release makes of
+    integers; and there are few keys, since integers are those of a weight's shape.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _Launch = Callable[..., object]
 
 
 class KeptKernel:
-    """One Triton kernel, with those of its compiled forms that were launched. Its arguments are tensors, integers, floats
-    and constants, in this order.
+    """One Triton kernel, with those of its compiled forms that were launched. Its arguments are tensors, integers,
+    floats and constants, in this order.
 
     Args:
         load: gives the ``triton.jit`` function; called at the first launch.

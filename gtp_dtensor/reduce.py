@@ -14,7 +14,6 @@ is a mean over its own samples), or summed (the loss is already divided by the g
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -71,7 +70,7 @@ class Reducer:
         self.has_replicas = self._over_shards is not None or self._over_copies is not None
         self.pending = Stage(self._to_replicas if self.has_replicas else self._accumulate)  # over gtp
         self._in_flight = self.pending.in_flight
-        # Sums for parameters, by their id, that have no gradient yet: scaled together, by one kernel.
+        # Sums for parameters, by their id, that have no gradient yet: scaled together.
         self._new: dict[int, tuple[ShardedWeight, nn.Parameter, torch.Tensor]] = {}
         self._to_shards = Stage(self._accumulate if self._over_copies is None else self._from_shards)
         self._to_copies = Stage(self._from_copies)
@@ -123,23 +122,8 @@ class Reducer:
         else:
             param.grad = new_dtensor(reduction.rows(dtype, scale), param._spec)
 
-    def receive(self) -> None:
-        """What is in flight over gtp, into ``.grad`` where nothing follows."""
-        with plain_ops():
-            self.pending.receive()
-            self._give_new()
-
-    def receive_of(self, weights: Container[ShardedWeight]) -> None:
-        """:meth:`receive`, where something of ``weights`` is among it."""
-        on_the_way = [reduction.weight for reduction in self._in_flight] + [
-            weight for weight, _, _ in self._new.values()
-        ]
-        if any(weight in weights for weight in on_the_way):
-            self.receive()
-
     def _give_new(self) -> None:
-        """New gradients, scaled, to their parameters. Autograd itself may have given these some meanwhile, where a DTensor
-        operator read them."""
+        """New gradients, scaled, to their parameters; autograd may have given these some meanwhile."""
         if not self._new:
             return
         given, self._new = list(self._new.values()), {}
@@ -480,8 +464,9 @@ class Reducer:
     def void(self) -> None:
         """Wait for and drop what is not in ``.grad`` yet: the backward that launched it raised.
 
-        As everywhere in PyTorch, ``.grad`` may hold a part of such a backward's gradients (on a GPU all that were launched and
-        added to another): ``zero_grad()`` before the next one. What earlier microbatches left here cannot be told from it.
+        As everywhere in PyTorch, ``.grad`` may hold a part of such a backward's gradients (on a GPU all that were
+        launched and added to another): ``zero_grad()`` before the next one. What earlier microbatches left here cannot
+        be told from it.
         """
         if self.kept_back or self.small_kept_back:
             logger.warning(

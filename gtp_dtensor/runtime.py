@@ -76,7 +76,7 @@ class Runtime:
         self.root_state: Callable[[], RootState | None] = lambda: None
         self._kept_bytes = 0
         self._largest_bytes = 0
-        self._depth = 0  # of the root's forward, outside backwards
+        self.depth = 0  # of the root's forward, outside backwards
         self.last_read_outside: str | None = None  # the parameter that was read last outside of its module's forward
         self._starts_pass = False  # the next use is the first of a pass
         self.finite_checks: dict[tuple[str, ...], FiniteCheck] = {}  # of the last quantizations, by their weights
@@ -182,8 +182,8 @@ class Runtime:
         """The root's forward begins. Outside of it, and of backwards, nothing is gathered ahead."""
         if in_backward():
             return
-        self._depth += 1
-        if self._depth > 1:
+        self.depth += 1
+        if self.depth > 1:
             return
         self._starts_pass = True
         self.last_read_outside = None
@@ -206,18 +206,18 @@ class Runtime:
     @property
     def is_in_root(self) -> bool:
         """Whether the root's forward runs, as far as its hooks tell."""
-        return self._depth > 0
+        return self.depth > 0
 
     def forget_interrupted(self, num_outer: int) -> None:
         """Of the root's forwards that began, only ``num_outer`` still run."""
-        self._depth = min(self._depth, num_outer)
+        self.depth = min(self.depth, num_outer)
 
     def exit_root(self) -> None:
         """The root's forward is over, or raised: only what its backward will read may stay gathered."""
         if in_backward():
             return
-        self._depth = max(0, self._depth - 1)
-        if self._depth == 0:
+        self.depth = max(0, self.depth - 1)
+        if self.depth == 0:
             for weight in self.live_weights():
                 lease = weight.next_lease
                 if lease is not None and not (lease.kind in IN_BACKWARD and torch.is_grad_enabled()):
@@ -228,10 +228,6 @@ class Runtime:
         for weight in self.live_weights():
             weight.distrust_copy()
         self.drop_small_copies()
-
-    def trusts_small_copies(self) -> bool:
-        """Whether a use that happens now may read what was cast when the root's forward began."""
-        return self.captured is None and (self._depth > 0 or _current_task() != -1)
 
     def drop_small_copies(self) -> None:
         """Parameters that stay whole may have been written: see [Note: copies in compute dtype] in small.py."""
@@ -290,7 +286,7 @@ class Runtime:
     def forget_passes(self) -> None:
         """What began will not end."""
         self._backwards.clear()
-        self._depth, self._starts_pass = 0, False
+        self.depth, self._starts_pass = 0, False
 
     def _void(self) -> None:
         self.reducer.void()
@@ -333,7 +329,7 @@ class Runtime:
         timer = self.timer
         if timer is not None:
             timer.arrive()
-        looks_ahead = self._depth > 0 or kind is _BACKWARD or kind is _RECOMPUTE
+        looks_ahead = self.depth > 0 or kind is _BACKWARD or kind is _RECOMPUTE
         if not looks_ahead:
             weight.distrust_copy()
         lease, kept = weight.next_lease, weight.kept_lease

@@ -4,18 +4,18 @@ It is a DTensor on the storage mesh like the sharded ones, ``Replicate()`` over 
 meet one mesh; only inside its module's forward is it seen as the plain (or tp) tensor that the module expects.
 
 [Note: copies in compute dtype]
-    Where that is not the parameter's own dtype, each use casts. In training all but large ones are cast together instead,
-    by one kernel when the root's forward begins, and then no more until something may have written them: an optimizer's
-    step, ``refresh``, a replay of a step, an evaluation. Each time these are new tensors, since a graph may still hold the
-    ones of before. A parameter that was written since, as far as its versions tell, is cast at each use again; so is one
-    whose module is called outside of the root's forward and its backward, and everything in a CUDA graph, whose replays
-    would read memory of one step.
+    Where that is not the parameter's own dtype, each use casts. In training all but large ones are cast together
+    instead, by one kernel when the root's forward begins, and then no more until something may have written them: an
+    optimizer's step, ``refresh``, a replay of a step, an evaluation. Each time these are new tensors, since a graph may
+    still hold the ones of before. A parameter that was written since, as far as its versions tell, is cast at each use
+    again; so is one whose module is called outside of the root's forward and its backward, and everything in a CUDA
+    graph, whose replays would read memory of one step.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -29,6 +29,7 @@ from .pending import scaled
 if TYPE_CHECKING:
     from .runtime import Runtime
 
+_current_task = torch._C._current_graph_task_id
 _MOST_COPIED = 1 << 16  # elements of a copy that stays
 
 
@@ -66,28 +67,33 @@ class SmallParam:
         self.param = self.leaf = param
         self._copy = None
 
-    @property
-    def is_cast(self) -> bool:
-        """Whether it is computed with in another dtype than it is stored in."""
-        local, dtype = self.param._local_tensor, self._param_dtype
-        return dtype is not None and local.dtype is not dtype and local.is_floating_point()
-
     def read(self) -> torch.Tensor:
-        """What the module computes with, in compute dtype: a new tensor object, over the parameter's memory where it is not
-        cast."""
-        copy, param = self._copy, self.param
+        """What the module computes with, in compute dtype: a new tensor object, over the parameter's memory where it is
+        not cast."""
+        copy, param, runtime = self._copy, self.param, self.runtime
         local = param._local_tensor
-        if copy is not None and self.runtime.trusts_small_copies() and copy.is_of(param, local):
+        if (
+            copy is not None
+            and copy.of is local
+            and (copy.tensor._version, local._version, param._version) == copy.versions
+            and runtime.captured is None
+            and (runtime.depth > 0 or _current_task() != -1)
+        ):
             local = copy.tensor.detach()
         else:
             local = local.detach()
-            if self.is_cast:
-                local = local.to(self._param_dtype)
+            dtype = self._param_dtype
+            if dtype is not None and local.dtype is not dtype and local.is_floating_point():
+                local = local.to(dtype)
         return local if self.tp is None else self.tp.wrap(local)
 
     def keep_copy(self, tensor: torch.Tensor | None) -> None:
         """``tensor`` is what :meth:`read` would cast, until the parameter is written. None: cast at each use."""
-        self._copy = None if tensor is None else _Copy(tensor, self.param)
+        if tensor is None:
+            self._copy = None
+        else:
+            local = self.param._local_tensor
+            self._copy = _Copy(tensor, local, (tensor._version, local._version, self.param._version))
 
     def local_grad(self, grad: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """(this rank's part of ``grad``, whether a sum over tp is still owed)."""
@@ -96,24 +102,18 @@ class SmallParam:
         return (grad.to_local() if isinstance(grad, DTensor) else grad), False
 
 
-class _Copy:
-    """The parameter in compute dtype, as it was."""
+class _Copy(NamedTuple):
+    """A parameter in compute dtype, and of what: its local tensor, and the versions of the copy, of that, and of it."""
 
-    __slots__ = ("tensor", "_local", "_versions")
-
-    def __init__(self, tensor: torch.Tensor, param: nn.Parameter) -> None:
-        self.tensor = tensor
-        self._local = param._local_tensor
-        self._versions = tensor._version, self._local._version, param._version
-
-    def is_of(self, param: nn.Parameter, local: torch.Tensor) -> bool:
-        """Whether nobody wrote it, or ``param``, since."""
-        return local is self._local and (self.tensor._version, local._version, param._version) == self._versions
+    tensor: torch.Tensor
+    of: torch.Tensor
+    versions: tuple[int, int, int]
 
 
 def copy_together(smalls: list[SmallParam]) -> None:
     """See [Note: copies in compute dtype]."""
-    smalls = [small for small in smalls if small.param.numel() <= _MOST_COPIED and small.is_cast]
+    smalls = [small for small in smalls if small.param.numel() <= _MOST_COPIED]
+    smalls = [small for small in smalls if small.compute_dtype is not small.param.dtype]
     smalls = [small for small in smalls if not small.param.is_inference()]  # these count no versions
     if not smalls:
         return

@@ -372,7 +372,7 @@ def test_beside_tensor_parallelism(rank, world_size):
 
 @ranks(2)
 def test_a_weight_that_eager_code_used_first_in_the_same_backward(mesh, rank, world_size):
-    """Its gradient began there, waits for its scale, and moves to the memory that the graph adds to."""
+    """What came of it there waits for its scale, and is added to what the graph adds to."""
     results = []
     for is_graphed in (False, True):
         torch.manual_seed(0)

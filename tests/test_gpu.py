@@ -176,7 +176,7 @@ def poisoned_memory():
     end = Lease.end
 
     def poisoned(self):
-        buffer = self._buffer
+        buffer = self.buffer
         end(self)
         if not isinstance(buffer, tuple):
             buffer.fill_(float("nan"))

@@ -79,10 +79,10 @@ def num_calls(num_linears: int, replicas: str | None, config: GTPConfig, num_nor
 @pytest.mark.parametrize(
     ("replicas", "config", "most"),
     [
-        (None, GTPConfig(), 62),
-        (None, GTPConfig(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), 62),
-        ("optimizer_shard_mesh", GTPConfig(param_dtype=torch.bfloat16), 80),
-        ("replicate_mesh", GTPConfig(param_dtype=torch.bfloat16), 82),
+        (None, GTPConfig(), 54),
+        (None, GTPConfig(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), 54),
+        ("optimizer_shard_mesh", GTPConfig(param_dtype=torch.bfloat16), 70),
+        ("replicate_mesh", GTPConfig(param_dtype=torch.bfloat16), 72),
     ],
     ids=["float32", "bfloat16", "optimizer_shards", "copies"],
 )

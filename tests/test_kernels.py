@@ -1,5 +1,5 @@
-"""Kept Triton kernels: that a launch past Triton is of the kernel that Triton would have taken. On a CPU over a stand-in
-that refuses what its kernel was not compiled for, on a GPU bit for bit."""
+"""Kept Triton kernels: that a launch past Triton is of the kernel that Triton would have taken. On a CPU over a
+stand-in that refuses what its kernel was not compiled for, on a GPU bit for bit."""
 
 import contextlib
 import copy
@@ -169,8 +169,7 @@ def test_kept_divisions_equal_plain_launches(device):
             for dtype in (torch.bfloat16, torch.float32):
                 for _ in range(2):
                     plain.kept.clear()
-                    found, expected = (
-                        dequantizing.divide_in_one_kernel(codes, scale, dtype, k) for k in (kernel, plain)
-                    )
+                    both = (kernel, plain)
+                    found, expected = (dequantizing.divide_in_one_kernel(codes, scale, dtype, k) for k in both)
                     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
     assert all(kernel.kept.values())

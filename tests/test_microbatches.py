@@ -1,10 +1,14 @@
 """Between microbatches: the first weight of the next forward is gathered while the backward before it ends."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.distributed.tensor.parallel import parallelize_module
 
 from gtp_dtensor import GTPStyle, finalize_grads, refresh, reset_stats, schedule_table, stats
+from gtp_dtensor.reduce import Reducer
+from gtp_dtensor.weight import ShardedWeight
 from tests.harness import ranks
 from tests.reference import assert_close_to_reference, build_pair, full_parameters, local_slice
 from tests.test_counters import Model
@@ -124,3 +128,37 @@ def test_without_an_optimizer_nothing_waits_between_backwards(mesh):
     for _ in range(4):
         model(IDS).square().mean().backward()
         assert stats(model).live_lease_bytes == 0
+
+
+@ranks(2)
+def test_what_is_under_way_when_a_backward_drains(mesh, rank, world_size):
+    """The next microbatch's first gather, issued before the last gradients were launched; and of reductions no more than
+    the ring holds: all others were received on the way."""
+    training = Training(mesh, rank, world_size)
+    for _ in range(3):
+        training.step(2)
+    log = []
+    gather, launch, drain = ShardedWeight.gather, Reducer.launch, Reducer.drain
+
+    def note_gather(weight, kind, *options):
+        log.append(("gather", weight.fqn, kind.name))
+        return gather(weight, kind, *options)
+
+    def note_launch(reducer, weight, *options):
+        log.append(("launch", weight.fqn))
+        return launch(reducer, weight, *options)
+
+    def note_drain(reducer, *options):
+        log.append(("drain", len(reducer.pending)))
+        drain(reducer, *options)
+
+    with (
+        mock.patch.object(ShardedWeight, "gather", note_gather),
+        mock.patch.object(Reducer, "launch", note_launch),
+        mock.patch.object(Reducer, "drain", note_drain),
+    ):
+        training.backward(IDS)
+    first = log.index(("gather", "embedding.weight", "FORWARD"), 1)
+    launches = [place for place, (what, *_) in enumerate(log) if what == "launch"]
+    assert len(launches) == training.models[0].num_weights and log[0] == ("gather", "embedding.weight", "FORWARD")
+    assert first < launches[-2] and log[-1] == ("drain", 2) and launches[-1] == len(log) - 2

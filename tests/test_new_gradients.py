@@ -16,8 +16,8 @@ _foreach_mul_ = torch._foreach_mul_
 
 
 class _Chain(nn.Module):
-    """Linears of which the first one is used three times, with others between, so that more is added to its gradient while
-    that waits for its scale."""
+    """Linears of which the first one is used three times, with others between, so that more is added to its gradient
+    while that waits for its scale."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Copies of whole parameters in compute dtype, made once a step: each program has the bits of one that casts at each use."""
+"""Copies of whole parameters in compute dtype, made once a step: no bit differs from casting them at each use."""
 
 import contextlib
 from unittest import mock

@@ -18,9 +18,10 @@
     all streams of a device share one hardware queue. It rests on all ranks running the same program: a rank that alone
     rewrites its shards waits for the others until the watchdog ends it.
 
-    In a CUDA graph the host's order is gone, and any order that agrees with the graph's edges may be the queue's. So there
-    is an edge from each signal to the wait for the peers' signals of that place, also where streams do not need one: from
-    telling of parts to waiting for parts, and under capture from giving room in a slot to waiting for room in it.
+    In a CUDA graph the host's order is gone, and any order that agrees with the graph's edges may be the queue's. So
+    there is an edge from each signal to the wait for the peers' signals of that place, also where streams do not need
+    one: from telling of parts to waiting for parts, and under capture from giving room in a slot to waiting for room in
+    it.
 
 [Note: replays]
     A graph begins with all side streams waiting for the one that captures, and ends with that one waiting for them. What
@@ -439,8 +440,8 @@ class SymmetricTransport(CollectiveTransport):
                     source, pitch = base + start * itemsize, piece.run_stride * itemsize
                     fabric.copy_rows(slot.at[peer], width, source, pitch, width, piece.num_runs, pushing)
             slot.tell(pushing)
-            # The sum is made when the peers' parts are there, so about when ours are with them: one edge orders it after the
-            # gradient, orders its end after all that read the gradient, and is what a capture needs.
+            # The sum is made when the peers' parts are there, so about when ours are with them: one edge orders it
+            # after the gradient, orders its end after all that read the gradient, and is what a capture needs.
             fabric.record(done, pushing)
             fabric.wait(summing, done)
             slot.take_parts(summing, weight.fqn)
