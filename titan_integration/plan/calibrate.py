@@ -45,7 +45,7 @@ class Measured:
         options: of bench.py.
         contestant: "none" or "gtp", with what it does otherwise.
         tokens: of a step.
-        step_ms, host_ms: see bench.py.
+        step_ms, host_ms: see bench.py; host_ms is None where it was not measured, which rows that calibrate need.
         peak_gib: allocated; 0 where it was not measured.
         host_us_per_use, num_uses: see bench.py.
     """
@@ -54,7 +54,7 @@ class Measured:
     contestant: str
     tokens: int
     step_ms: float
-    host_ms: float
+    host_ms: float | None
     peak_gib: float
     host_us_per_use: float | None
     num_uses: int
