@@ -27,8 +27,17 @@ def test_three_steps_in_one_group(axes, name):
     check(axes, OPTIMIZERS[name])
 
 
+def by_mesh(params):
+    """A group for each mesh."""
+    groups = {}
+    for param in params:
+        groups.setdefault(getattr(param, "device_mesh", None), []).append(param)
+    return [{"params": group} for group in groups.values()]
+
+
 ON_GPU = {
-    "adamw capturable": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True, capturable=True),
+    # torch takes the counts of steps, which are tensors then, for tensors of the first parameter's mesh.
+    "adamw capturable": lambda params: torch.optim.AdamW(by_mesh(params), lr=0.01, foreach=True, capturable=True),
     "adamw fused and capturable": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True, capturable=True),
     "adamw plain and capturable": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=False, capturable=True),
 }
