@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from gtp_dtensor import graph_blocks, graph_step
@@ -223,6 +223,10 @@ def check_symmetric(contestants: Sequence[str]) -> None:
     """FSDP2's symmetric memory is NCCL's, ours CUDA's, and torch has one backend in a process."""
     split = [contestant.split("+") for contestant in contestants]
     of_nccl = [name for name, *features in split if SYMM in features]
+    if of_nccl and not hasattr(FSDPModule, "set_symm_mem_for_comm"):
+        raise argparse.ArgumentTypeError(
+            f"fsdp_block+symm: FSDP2 of torch {torch.__version__} has no symmetric memory; +registered takes NCCL's allocator"
+        )
     of_cuda = [name for name, *features in split if name == "gtp" and "collective" not in features]
     if of_nccl and of_cuda:
         raise argparse.ArgumentTypeError(
