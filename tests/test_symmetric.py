@@ -3,7 +3,9 @@ whose peer memory are mapped files. Its bytes on a GPU: test_gpu_symmetric.py.""
 
 import contextlib
 import gc
+import threading
 import time
+import weakref
 from unittest import mock
 
 import pytest
@@ -77,6 +79,21 @@ def _trained(mesh, config, rank, world_size, num_steps=4):
         optimizer.step()
         optimizer.zero_grad()
     return full_parameters(model), gradients, losses, stats(model)
+
+
+@ranks(2)
+def test_memory_of_the_stand_in_stays_until_its_lanes_are_done():
+    """Signals that nobody waits for come late; the process would die of one into memory that is gone."""
+    fabric = ThreadFabric()
+    shared = fabric.share(torch.distributed.group.WORLD, 4096)
+    done = threading.Event()
+    fabric._do(fabric.copying, lambda: time.sleep(0.2))
+    fabric.writer(shared.ptrs, 1)(fabric.copying)
+    fabric._do(fabric.copying, done.set)
+    gone = weakref.ref(fabric)
+    del fabric, shared
+    gc.collect()
+    assert gone() is None and not done.is_set() and done.wait(10)
 
 
 @ranks(3)

@@ -69,7 +69,9 @@ class ThreadFabric:
         dist.barrier(group=group)
         os.unlink(path)
         ptrs = [ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in maps]
-        return MappedFiles(torch.frombuffer(maps[group.rank()], dtype=torch.uint8), ptrs, maps)
+        shared = MappedFiles(torch.frombuffer(maps[group.rank()], dtype=torch.uint8), ptrs, maps)
+        weakref.finalize(shared, _outlive, list(self._queues.values()), maps).atexit = False
+        return shared
 
     def _do(self, lane: int, work) -> None:
         if lane == _CURRENT:
@@ -192,6 +194,12 @@ def _serve(lane: queue.SimpleQueue, stop: _Stop) -> None:
             work()
         except Exception as error:
             stop.message = stop.message or f"a lane failed: {error!r}"
+
+
+def _outlive(queues, maps: list[mmap.mmap]) -> None:
+    """``maps`` stay until the lanes have done what they were given: signals may be among it that nobody waits for."""
+    for lane in queues:
+        lane.put(lambda: maps)
 
 
 def _end(queues) -> None:

@@ -86,5 +86,8 @@ def _render(title: str, faults: list[RankFault], outputs: dict[int, str]) -> str
     for rank, output in sorted(outputs.items()):
         if output.strip():
             lines.append(f"---- output of rank {rank}")
-            lines.append(output[-MAX_OUTPUT_CHARS:].rstrip())
+            # Of a crash the thread that it was in comes first.
+            crash = output.rfind("Fatal Python error")
+            shown_output = output[-MAX_OUTPUT_CHARS:] if crash < 0 else output[crash:][:MAX_OUTPUT_CHARS]
+            lines.append(shown_output.rstrip())
     return "\n".join(lines)
