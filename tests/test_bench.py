@@ -238,6 +238,7 @@ def titan_report(tmp_path_factory):
     return json.loads((folder / "bench_titan.json").read_text())
 
 
+@pytest.mark.slow
 def test_titan_contestants_train_alike_and_twice_the_learning_rate_shows(titan_report):
     rows = titan_report["rows"]
     assert [row["contestant"] for row in rows] == ["fsdp2", "gtp2+collective", "fsdp2+lr2"]
@@ -316,6 +317,7 @@ def test_tables():
     assert len(charts.merged([stack_report(), stack_report(title="B200")])) == 2
 
 
+@pytest.mark.slow
 def test_the_titan_table(titan_report):
     text = script("charts").tables(script("charts").merged([titan_report]))
     assert "llama3 debugmodel, 32 tokens a sample, float32" in text
@@ -330,6 +332,7 @@ def test_what_is_no_report_is_refused(tmp_path, capsys, monkeypatch):
         assert charts.main() == 1 and str(file) in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_pictures(tmp_path, titan_report):
     charts = script("charts")
     if importlib.util.find_spec("matplotlib") is None:

@@ -50,7 +50,7 @@ ALL = {kind: list(topologies) for kind, topologies in TOPOLOGIES.items()}
     "kind, source, destinations",
     [
         ("dense", "gtp2_tp2", ["dps2_gtp3", "single"]),
-        ("moe", "gtp2_egtp2_ep2_of8", ["gtp3_egtp3"]),
+        pytest.param("moe", "gtp2_egtp2_ep2_of8", ["gtp3_egtp3"], marks=pytest.mark.slow),
         *(pytest.param(k, source, ALL[k], marks=pytest.mark.slow) for k in ALL for source in ALL[k]),
     ],
 )

@@ -272,6 +272,7 @@ def test_linears_alone(mesh, rank, world_size, device, backend):
     num_compilations()
 
 
+@pytest.mark.slow
 @compiled_ranks
 def test_many_blocks_share_one_compilation(mesh, rank, world_size, device):
     fresh()

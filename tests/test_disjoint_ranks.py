@@ -311,6 +311,7 @@ def load_and_train(folder: str, grid: str, optimizer: str) -> tuple[list[float],
     return side.train(range(3, 6)), torch.get_rng_state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid, optimizer", RUNS)
 def test_started_afresh_from_two_checkpoints(rank_pool, tmp_path, grid, optimizer):
     expected = rank_pool.run(8, train_and_save, str(tmp_path), grid, optimizer, timeout=120.0)

@@ -59,7 +59,7 @@ def sharded_names(model):
     "gtp, egtp, ep, rest, optimizer",
     [
         (4, 2, 2, "optimizer_shard_mesh", "sgd"),
-        (2, 4, 1, "optimizer_shard_mesh", "adam"),
+        pytest.param(2, 4, 1, "optimizer_shard_mesh", "adam", marks=pytest.mark.slow),
         pytest.param(1, 2, 1, "replicate_mesh", "sgd", marks=pytest.mark.slow),
         pytest.param(4, 1, 2, "optimizer_shard_mesh", "sgd", marks=pytest.mark.slow),
     ],

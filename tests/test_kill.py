@@ -205,7 +205,7 @@ def draw(rng: random.Random, number: int) -> Trial:
 @pytest.mark.parametrize(
     "trial",
     [
-        Trial(2, 3, is_async=False, victims=(1,), step=2, fraction=0.0),
+        pytest.param(Trial(2, 3, is_async=False, victims=(1,), step=2, fraction=0.0), marks=pytest.mark.slow),
         Trial(2, 2, is_async=True, victims=(0, 1), step=3, fraction=0.3),
     ],
     ids=["one_rank_sync", "all_ranks_async"],

@@ -199,6 +199,7 @@ def test_experts_travel_and_synchronise():
 # ---- short cuts
 
 
+@pytest.mark.slow
 def test_depth_and_microbatches_are_extrapolated(cluster):
     options = job("--model.flavor=gtp_minimal", *FUSED, "--training.global_batch_size=16")
     arrangement = Arrangement(gtp=4)

@@ -139,7 +139,7 @@ def run_graphed(program: Program, mesh, tamper: bool = False) -> list[str]:
 @pytest.mark.parametrize(
     "device, world_size, share",
     [
-        ("cpu", 2, 0.2),
+        ("cpu", 2, 0.15),
         pytest.param("cpu", 4, 0.1, marks=pytest.mark.slow),
         pytest.param("cuda", 2, 0.4, marks=pytest.mark.gpu),
         pytest.param("cuda", 4, 0.2, marks=pytest.mark.gpu),

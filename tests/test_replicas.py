@@ -42,7 +42,7 @@ def replica_mesh(**sizes):
 
 RUNS = [
     (dict(dps=2, gtp=2), "sgd"),
-    (dict(gtp=2, dpr=2), "adam"),
+    pytest.param(dict(gtp=2, dpr=2), "adam", marks=pytest.mark.slow),
     pytest.param(dict(dpr=2, gtp=2), "sgd", marks=pytest.mark.slow),
     pytest.param(dict(gtp=2, dps=2), "adam", marks=pytest.mark.slow),
     pytest.param(dict(dps=4, gtp=1), "sgd", marks=pytest.mark.slow),
@@ -106,7 +106,7 @@ def test_shards_and_copies_together(rank, world_size, order):
 @pytest.mark.parametrize(
     "sizes",
     [
-        dict(dps=2, gtp=2, tp=2),
+        pytest.param(dict(dps=2, gtp=2, tp=2), marks=pytest.mark.slow),
         pytest.param(dict(tp=2, gtp=2, dps=2), marks=pytest.mark.slow),
         pytest.param(dict(dpr=2, gtp=2, tp=2), marks=pytest.mark.slow),
     ],

@@ -45,7 +45,11 @@ def largest_difference(one, other, key):
     "num_ranks, options",
     [
         (2, ["--gtp.tensor_parallel_num_weight_shards=2"]),
-        (4, ["--gtp.tensor_parallel_num_weight_shards=4", "--parallelism.tensor_parallel_degree=2"]),
+        pytest.param(
+            4,
+            ["--gtp.tensor_parallel_num_weight_shards=4", "--parallelism.tensor_parallel_degree=2"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(2, ["--activation_checkpoint.mode=full"], marks=pytest.mark.slow),
         pytest.param(
             2,
@@ -88,7 +92,7 @@ def slow(*values):
     [
         # Two microbatches a step: replicas reduce in the second.
         slow(4, ["--parallelism.data_parallel_shard_degree=2", "--training.local_batch_size=1"], 5),
-        (4, ["--parallelism.context_parallel_degree=2"], 7),
+        slow(4, ["--parallelism.context_parallel_degree=2"], 7),
         slow(4, ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=1"], 5),
         slow(4, ["--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_load_balancer=None"], 7),
         slow(
