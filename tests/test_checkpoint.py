@@ -146,7 +146,7 @@ def test_asynchronous_saves_hold_the_weights_of_their_moment(rank, tmp_path):
 @pytest.mark.parametrize(
     "kind, topology",
     [
-        ("dense", "gtp2_tp2"),
+        pytest.param("dense", "gtp2_tp2", marks=pytest.mark.slow),
         pytest.param("dense", "dpr2_gtp2", marks=pytest.mark.slow),
         pytest.param("moe", "gtp1_egtp2_ep2", marks=pytest.mark.slow),
     ],

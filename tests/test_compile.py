@@ -511,8 +511,9 @@ class WaitingLlama(TinyLlama):
         return self.output(self.norm(x))
 
 
+@pytest.mark.slow
 @ranks(4, timeout=300, group_timeout=200, device=BOTH)
-@pytest.mark.parametrize("ac", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "checkpointed"])
+@pytest.mark.parametrize("ac", [False, True], ids=["", "checkpointed"])
 @backends
 def test_llama_with_tensor_parallel(rank, device, ac, backend):
     fresh()

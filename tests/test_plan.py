@@ -294,6 +294,7 @@ def test_pipelines_run_in_the_order_of_torch(cluster, schedule, stages):
 # ---- search
 
 
+@pytest.mark.slow
 def test_arrangements_are_ranked_and_explained(cluster):
     config = job(*FUSED, "--activation_checkpoint.mode=full")
     ranking = search(config, cluster, 8, Choices(tp=(2, 3), gtp=(4, 8), pp=(1,), wire=("bf16",)))
@@ -360,6 +361,7 @@ def measured(options, contestant, tokens):
     return Measured(options, contestant, tokens, 1.0, 1.0, 1.0, None, 28)
 
 
+@pytest.mark.slow
 def test_calibration_finds_the_rates_behind_measurements(tmp_path, cluster):
     """Times that a known GPU would show: predictions for sizes, shapes and formats that did not calibrate come out."""
     hidden = dataclasses.replace(
