@@ -320,14 +320,12 @@ class Runtime:
             self.enter()
         schedule = self.schedule
         if not schedule.record(weight.index, kind, self._starts_pass):
-            self.counters.num_mispredictions += 1
-            self._free_mispredicted(weight, kind)
+            self._note_misprediction(weight, kind)
         self._starts_pass = False
         weight.notice_writes()
         if num_writes is not None and num_writes != weight.num_writes:
             weight.refuse_changed()
-        timer = self.timer
-        if timer is not None:
+        if (timer := self.timer) is not None:
             timer.arrive()
         looks_ahead = self.depth > 0 or kind is _BACKWARD or kind is _RECOMPUTE
         if not looks_ahead:
@@ -466,12 +464,13 @@ class Runtime:
                     weight.gather(kind, True) if captured is None else captured.gather_ahead(weight, kind)
                 )
 
-    def _free_mispredicted(self, used: ShardedWeight, kind: Kind) -> None:
-        """After a misprediction: let go of gathers that neither this use nor the new prediction wants soon.
+    def _note_misprediction(self, used: ShardedWeight, kind: Kind) -> None:
+        """Count it, and let go of gathers that neither this use nor the new prediction wants soon.
 
         Where a forward came instead of the backward that a weight stayed for, the weight goes, whatever is predicted now:
         it may be written before the next backward in ways that leave no trace.
         """
+        self.counters.num_mispredictions += 1
         coming = self.schedule.coming(self.distance(used.index, self.schedule.peek, self.schedule.ahead))
         wanted = {used.index, *(use.weight for use in coming)}
         for weight in self.live_weights():

@@ -87,7 +87,7 @@ class Watch:
 def run(mesh, rank, world_size, config, is_graphed, num_microbatches=2, poisons=False, **options):
     """(losses and norms, weights, gradients of a last backward), the blocks, what was watched."""
     model = build(mesh, config, **options)
-    step, _ = training(model, num_microbatches)
+    step, _ = training(model)
     blocks = blocks_of(model) if is_graphed else None
     values = trained(model, step, rank, world_size, 2, num_microbatches)
     poison = poisoned_memory() if poisons else contextlib.nullcontext()  # leases at their ends
@@ -318,7 +318,7 @@ def test_gathers_that_are_not_there(mesh, rank, world_size, how):
     results = []
     for is_graphed in (False, True):
         model = build(mesh, GTPConfig())
-        step, _ = training(model, 2)
+        step, _ = training(model)
         blocks = blocks_of(model) if is_graphed else None
         values = trained(model, step, rank, world_size, 3, 2)
         forward = model.layers[1].forward

@@ -62,7 +62,7 @@ def test_blocks_train_as_without(mesh, rank, world_size, modules, num_microbatch
     results, live = [], []
     for is_graphed in (False, True):
         model = build(mesh, recompute=recompute)
-        step, optimizer = training(model, num_microbatches)
+        step, optimizer = training(model)
         if is_graphed:
             blocks = blocks_of(model, modules)
         values = trained(model, step, rank, world_size, 6, num_microbatches)

@@ -33,6 +33,7 @@ from tests.moe import MoEModel
 from tests.reference import full_parameters, local_slice, replica_options
 from tests.test_experts import grids
 from tests.test_experts import shard as shard_with_experts
+from tests.test_graphs_gpu import training_step
 
 
 def slow(*values):
@@ -46,26 +47,13 @@ def build(mesh, config=None, **options):
     return model
 
 
-def training(model, num_microbatches=1, **adam):
+def training(model, **adam):
     """(a step over tokens (microbatches, batch, length), its optimizer)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2**-7, capturable=False, **adam)
 
-    def step(tokens):
-        total = 0.0
-        for batch in tokens.unbind():
-            loss = model(batch).float().square().mean() / num_microbatches
-            loss.backward()
-            total = total + loss.detach()
-        norm = clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        return total, norm
-
-    for group in optimizer.param_groups:
-        group.pop("capturable")
     for group in optimizer.param_groups:
         group["capturable"] = None
-    return step, optimizer
+    return training_step(model, optimizer), optimizer
 
 
 def tokens_of(number, rank, world_size, num_microbatches=1, length=7):
@@ -84,11 +72,11 @@ def test_replays_are_steps(mesh, rank, world_size, num_microbatches):
     """Losses, norms, weights, counters and schedule are those of steps that run as they are; so is what follows."""
     config = GTPConfig(param_dtype=torch.bfloat16)
     eager = build(mesh, config)
-    step, _ = training(eager, num_microbatches)
+    step, _ = training(eager)
     expected = trained(step, rank, world_size, 8, num_microbatches)
 
     model = build(mesh, config)
-    step, optimizer = training(model, num_microbatches)
+    step, optimizer = training(model)
     step, _ = graphed(step, model, optimizer)
     found = trained(step, rank, world_size, 6, num_microbatches)
     assert step.num_graphs == 1 and step.num_replays == 4  # after two steps that warmed up
