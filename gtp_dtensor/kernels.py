@@ -83,7 +83,8 @@ class KeptKernel:
 
 
 def _on(stream: int, device: torch.device) -> contextlib.AbstractContextManager:
-    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))
+    # torch takes an ExternalStream of handle 0, the default stream's, for one of no handle, and gives any of its pool.
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device) if stream else torch.cuda.default_stream(device))
 
 
 def _launcher(compiled: object, num_programs: int) -> _Launch | None:

@@ -120,6 +120,19 @@ def test_what_cannot_be_kept_is_launched_plainly(stream_of_a_cpu, compiled):
     assert triton.num_plain == 2 * num and not triton.num_kept
 
 
+def test_the_default_stream_is_no_external_one():
+    """Torch gives a stream of its pool where an external one has the handle 0."""
+    device = torch.device("cuda", 0)
+    names = ("stream", "default_stream", "ExternalStream")
+    with mock.patch.multiple(torch.cuda, **{name: mock.DEFAULT for name in names}):
+        kernels._on(0, device)
+        torch.cuda.default_stream.assert_called_once_with(device)
+        torch.cuda.ExternalStream.assert_not_called()
+        torch.cuda.stream.assert_called_once_with(torch.cuda.default_stream.return_value)
+        kernels._on(_STREAM, device)
+        torch.cuda.ExternalStream.assert_called_once_with(_STREAM, device)
+
+
 def _load():
     raise AssertionError("nothing is launched here")
 
@@ -156,6 +169,27 @@ def test_kept_sums_equal_plain_launches(device):
                     num_launches += 1
                     assert torch.equal(*outs) and not torch.equal(outs[0], before)
     assert len(kernel.kept) <= num_launches // 2 and all(kernel.kept.values())  # this Triton gives them away
+
+
+@ranks(1, device="cuda")
+def test_launches_wait_for_their_stream(device):
+    """The first one, by Triton, as well as the next one, by the kept kernel; on the default stream, too."""
+    own, inbox, out = (torch.zeros(4096, device=device) for _ in range(3))
+    job = Sum(own, 0, 4096, 4096, inbox, 4096, out, 0, 4096, 2, 0, 1.0, True)
+    sum_in_one_kernel(job, new_kernel(), torch.cuda.current_stream(device).cuda_stream)  # compiles, which takes long
+    for stream in (torch.cuda.default_stream(device), torch.cuda.Stream(device)):
+        with torch.cuda.stream(stream):
+            kernel = new_kernel()
+            for num_kept in (0, 1):
+                assert len(kernel.kept) == num_kept
+                torch.cuda.synchronize()
+                torch.cuda._sleep(200_000_000)  # a tenth of a second
+                began = stream.record_event()
+                for tensor, value in ((own, 1.0), (inbox, 2.0), (out, 4.0)):
+                    tensor.fill_(value)
+                sum_in_one_kernel(job, kernel, stream.cuda_stream)
+                assert not began.query()  # the launch did not come too late to be early
+                assert out.eq(7.0).all()
 
 
 @ranks(1, device="cuda")

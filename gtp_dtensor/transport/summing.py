@@ -18,7 +18,8 @@ def sum_plainly(job: Sum) -> None:
     total, num_peers = None, 0
     for rank in range(job.size):
         if rank == job.rank:
-            runs = job.own.view(-1).as_strided((job.num // job.run, job.run), (job.run_stride, 1), job.own_start)
+            own = job.own.view(-1)[job.own_start :]
+            runs = own.as_strided((job.num // job.run, job.run), (job.run_stride, 1))
             part = runs.reshape(-1)
         else:
             part = job.inbox[num_peers * job.stride :][: job.num]
