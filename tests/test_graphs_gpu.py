@@ -232,6 +232,30 @@ def test_dropout_and_a_schedule(device):
 
 
 @on_gpu
+def test_groups_of_high_priority(rank, world_size, device):
+    """`[gtp] high_priority_stream_groups`: NCCL's groups of these axes are, others are not, and a step graph over them
+    changes no bit."""
+    from tests.test_titan_setup import dims  # torchtitan
+
+    def batch(number):
+        return tokens_of(number, rank, world_size, device)
+
+    config = GTPConfig(transport="collective", param_dtype=torch.bfloat16)
+    parallel_dims = dims(world_size, gtp=world_size, high_priority=("gtp",))
+    parallel_dims.build_mesh()
+    mesh, other = (parallel_dims.get_mesh(name) for name in ("gtp", "batch"))
+    assert mesh.size() == other.size() == world_size
+    backends = [each.get_group()._get_backend(device) for each in (mesh, other)]
+    assert [backend.options.is_high_priority_stream for backend in backends] == [True, False]
+    runs = []
+    with same_kernels():
+        for is_graphed in (False, True):
+            model = llama(mesh, device, config)
+            runs.append(run(model, adam(model), batch, 6, is_graphed))
+    assert_same(*runs, 6)
+
+
+@on_gpu
 @pytest.mark.parametrize(
     "transport, wire, num_microbatches, recompute",
     [("symmetric", "bf16", 3, True), ("symmetric", "fp8_rowwise", 1, False), ("collective", "bf16", 1, True)],
