@@ -480,6 +480,20 @@ def test_a_dry_run_of_3072_ranks():
     assert result.returncode == 0, result.stderr
     for text in ("rank 77 of 3072", "every logical element is owned once", "uses a step", "memory at the peak"):
         assert text in result.stdout
+    assert "training would refuse this batch: training.global_batch_size = 8 is not a multiple" in result.stdout
+
+
+def test_a_dry_run_keeps_gradients_back_as_the_plan_does(capsys, cluster):
+    """A step of several microbatches needs memory for sums of gradients that one microbatch does not."""
+    from titan_integration.plan.command import dry_run
+
+    config = job(*gtp(gtp=4), *FUSED, "--training.global_batch_size=64")
+    assert dry_run(config, 8, 0) == 0
+    told = capsys.readouterr().out
+    plan = make_plan(config, cluster, 8, Arrangement(gtp=4))
+    assert plan.num_microbatches == 4 and "batch: 4 microbatches of 2 x 64 tokens a step" in told
+    assert plan.memory["gradients"] > 1e6
+    assert f"gradients        {plan.memory['gradients'] / 1e9:10.3f} GB" in told
 
 
 def test_wrong_files_and_options_name_the_field(tmp_path, monkeypatch, capsys):

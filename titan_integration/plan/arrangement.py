@@ -18,7 +18,7 @@ from .rank import Rank, RankStep, build_rank, pipeline_actions, with_degrees
 from .record import Event, Mark, Recorder, Start, Wait
 from .simulate import Timeline, simulate
 
-_NUM_RECORDED = 3  # microbatches: the first, one in the middle, the last
+NUM_RECORDED = 3  # microbatches: the first, one in the middle, the last
 
 
 @dataclass(frozen=True, order=True)
@@ -188,7 +188,7 @@ def make_plan(
         return _pipeline_plan(job, cluster, world, arrangement, num_layers, num_microbatches, keeps_timeline)
     with fake_world(world, 0):
         rank = build_rank(job, world, num_layers)
-        recorder = RankStep(rank, min(num_microbatches, _NUM_RECORDED)).record()
+        recorder = RankStep(rank, min(num_microbatches, NUM_RECORDED)).record()
         plan = _plan_of(rank, cluster, world, arrangement, recorder, num_microbatches, keeps_timeline)
     plan.num_layers = num_layers or 0
     return plan
@@ -207,9 +207,9 @@ def _plan_of(rank: Rank, cluster, world, arrangement, recorder: Recorder, num_mi
         return plan
 
     plan = played(events)
-    if num_microbatches > _NUM_RECORDED:
+    if num_microbatches > NUM_RECORDED:
         timeline = plan.timeline
-        plan = along(plan, played(with_one_more(events)), num_microbatches - _NUM_RECORDED)
+        plan = along(plan, played(with_one_more(events)), num_microbatches - NUM_RECORDED)
         plan.timeline = timeline
     plan.memory = Counter(recorder.memory.peak())
     plan.num_microbatches = num_microbatches

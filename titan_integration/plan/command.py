@@ -18,12 +18,12 @@ from titan_integration.families import families
 from titan_integration.settings import describe_gathers
 
 from . import charts
-from .arrangement import arrangement_of, make_plan
+from .arrangement import NUM_RECORDED, arrangement_of, configured, make_plan
 from .calibrate import calibrate
 from .checks import check_layout
 from .cluster import Cluster, read_cluster
 from .device import fake_world
-from .rank import RankStep, build_rank, model_args_of, read_job
+from .rank import Rank, RankStep, build_rank, model_args_of, read_job
 from .record import KINDS
 from .report import as_json, details, explain, ranking_as_json, scaling_table, table, volume_line, warnings
 from .search import Choices, Ranking, search, weak_scaling
@@ -119,17 +119,33 @@ def dry_run(job_config, world: int, rank: int) -> int:
     with fake_world(world, rank):
         built = build_rank(job_config, world)
         report = check_layout(built.parts)
-        recorder = RankStep(built).record()
+        num_microbatches, batch = _batch(built, world)
+        recorder = RankStep(built, min(num_microbatches, NUM_RECORDED)).record()
         rows = [row for part in built.parts for row in schedule_table(part)]
     peak = recorder.memory.peak()
     print(f"rank {rank} of {world}: {built.num_parameters:,} parameters, {arrangement_of(job_config)}")
     print(report)
+    print(f"batch: {batch}")
     print(f"schedule: {len(rows)} uses a step. {describe_gathers(rows)}")
     print(f"memory at the peak of a step: {sum(peak.values()) / 1e9:.2f} GB")
     for kind in KINDS:
         print(f"  {kind:<16} {peak[kind] / 1e9:10.3f} GB")
     print(f"in {time.perf_counter() - start:.1f} s")
     return 1 if report.faults else 0
+
+
+def _batch(built: Rank, world: int) -> tuple[int, str]:
+    """(microbatches of a step outside of a pipeline, in words). Where they are several, gradients wait in memory."""
+    job_config = built.job_config
+    training = job_config.training
+    samples = f"{built.tokens_per_microbatch // training.seq_len} x {training.seq_len:,} tokens"
+    try:
+        _, num_microbatches = configured(job_config, arrangement_of(job_config), world)
+    except ValueError as error:
+        return 1, f"one microbatch of {samples} is planned; training would refuse this batch: {error}"
+    if built.schedule is not None:
+        return 1, f"the pipeline's own microbatches of {samples}"
+    return num_microbatches, f"{num_microbatches} microbatches of {samples} a step"
 
 
 def _hidden(job_config) -> int:
