@@ -5,7 +5,8 @@
     steps of "gtp" with the fewest, a middle number and the most tokens, of the first report. The host's time for a
     launch and for a collective comes from their host times; which fractions of the peak rates GEMMs, attention and
     kernels that move memory reach are those that bring the three predicted times closest, by the logarithm, with the
-    cluster file's values as a weak prior. Links keep the cluster file's rates: in a fake world nothing travels. Ranks
+    cluster file's values as a weak prior. A step counts by the part of it that its host time leaves to the device: where
+    the host is busy nearly as long, it holds the device up here and there, as no sum of launches tells. Links keep the cluster file's rates: in a fake world nothing travels. Ranks
     that share a GPU judge memory only.
 """
 
@@ -33,7 +34,9 @@ from .stack import Stack, shard_stack
 
 _FITTED = ("gemm", "attention", "memory")
 _PRIOR = 0.02  # weight of the cluster file's fractions beside the three measurements
+_LEAST_SHARE = 0.05  # of a step that the host is busy for
 _LEAST = 1e-6  # of a fraction: a CPU behind a GPU's data sheet
+_NUDGE, _MOST_STEPS = -1e-3, 60  # of the logarithm of a fraction, downwards: none is above 1
 _GIB = 2**30
 
 
@@ -63,6 +66,11 @@ class Measured:
     def name(self) -> str:
         sizes = "x".join(str(self.options[key]) for key in ("layers", "dim", "ffn"))
         return f"{self.options['mode']} {self.contestant} {sizes}, {self.tokens} tokens"
+
+    @property
+    def device_share(self) -> float:
+        """How much of the step is left to the device when the host has enqueued it: what the step tells of its rates."""
+        return max(_LEAST_SHARE, 1 - (self.host_ms or 0.0) / self.step_ms)
 
     @property
     def shape(self) -> tuple:
@@ -98,7 +106,7 @@ def read_rows(path: Path) -> list[Measured]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a JSON file: {error}") from None
     reports = content.get("reports", [content]) if isinstance(content, dict) else []
     found = []
@@ -203,30 +211,41 @@ def fit(cluster: Cluster, used: Sequence[Predicted]) -> Cluster:
         return dataclasses.replace(cluster, host=host, efficiency=dataclasses.replace(start, **values))
 
     prior = [math.log(getattr(start, name)) for name in _FITTED]
+    weight = math.sqrt(_PRIOR / len(prior))
 
-    def loss(logs: Sequence[float]) -> float:
+    def misses(logs: Sequence[float]) -> list[float]:
         candidate = without_links(with_fractions(logs))
-        misses = (math.log(simulate(candidate, one.events).seconds * 1e3 / one.row.step_ms) for one in used)
-        return sum(miss**2 for miss in misses) + _PRIOR * sum((a - b) ** 2 for a, b in zip(logs, prior)) / len(prior)
+        times = (simulate(candidate, one.events).seconds * 1e3 / one.row.step_ms for one in used)
+        told = (one.row.device_share * math.log(time) for one, time in zip(used, times))
+        return [*told, *(weight * (a - b) for a, b in zip(logs, prior))]
 
     # Where the host holds everything up small changes change nothing: first all fractions together.
     starts = ([value + shift for value in prior] for shift in range(0, int(math.log(_LEAST)), -1))
-    return with_fractions(_descend(loss, min(starts, key=loss)))
+    return with_fractions(_least_squares(misses, min(starts, key=lambda logs: _squares(misses(logs)))))
 
 
-def _descend(loss: Callable[[Sequence[float]], float], start: Sequence[float]) -> list[float]:
-    """A minimum, along one axis after the other, in steps that halve."""
-    best, value, step = list(start), loss(start), 1.0
-    while step > 1e-3:
-        improved = False
-        for axis in range(len(best)):
-            for direction in (step, -step):
-                trial = [*best]
-                trial[axis] = min(0.0, max(math.log(_LEAST), trial[axis] + direction))
-                found = loss(trial)
-                if found < value:
-                    best, value, improved = trial, found, True
-        step = step if improved else step / 2
+def _squares(values: Sequence[float]) -> float:
+    return sum(value**2 for value in values)
+
+
+def _least_squares(misses: Callable[[Sequence[float]], list[float]], start: Sequence[float]) -> list[float]:
+    """Where the sum of squares is least, by Levenberg's and Marquardt's steps. Steps along one axis at a time would end
+    on the way: less time in GEMMs and more in memory is nearly the same to large steps of a model."""
+    best, found, damping = list(start), misses(start), 1e-3
+    for _ in range(_MOST_STEPS):
+        moved = [misses([x + _NUDGE * (axis == at) for at, x in enumerate(best)]) for axis in range(len(best))]
+        slopes = torch.tensor(moved, dtype=torch.float64).sub(torch.tensor(found, dtype=torch.float64)).div(_NUDGE)
+        square = slopes @ slopes.T + damping * torch.eye(len(best), dtype=torch.float64)
+        step = torch.linalg.solve(square, -slopes @ torch.tensor(found, dtype=torch.float64)).tolist()
+        trial = [min(0.0, max(math.log(_LEAST), x + change)) for x, change in zip(best, step)]
+        reached = misses(trial)
+        gain = _squares(found) - _squares(reached)
+        if gain > 0:
+            best, found, damping = trial, reached, damping / 4
+        else:
+            damping *= 4
+        if 0 < gain < 1e-10 or damping > 1e3:
+            break
     return best
 
 

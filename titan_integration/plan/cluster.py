@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ def read_cluster(name: str) -> Cluster:
         raise FileNotFoundError(f"--cluster {name}: no such file; shipped are {known}")
     try:
         toml = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a TOML file: {error}") from None
     _check_names(path, "", toml, ["name", "num_gpus", *_SECTIONS])
     sections = {}
@@ -195,6 +196,7 @@ def _value(path: Path, prefix: str, table: Mapping, name: str, kind: type):
     is_number = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
     if not is_number:
         raise ValueError(f"{path}: {prefix}{name} = {value!r}: must be {'a' if kind is float else 'an integer'} number")
-    if value < 0 or value == 0 and not name.endswith("_us"):
-        raise ValueError(f"{path}: {prefix}{name} = {value}: must be above 0")
+    if not math.isfinite(value) or value < 0 or value == 0 and not name.endswith("_us"):
+        least = "at least 0" if name.endswith("_us") else "above 0"
+        raise ValueError(f"{path}: {prefix}{name} = {value}: must be {least}, and finite")
     return kind(value)
