@@ -412,6 +412,12 @@ def test_calibration_reports_what_is_missing(tmp_path, cluster):
         (json.dumps({"options": {"mode": "fake"}, "rows": []}), "options.world is missing"),
         (json.dumps({"options": stack_options(), "rows": [{"contestant": "gtp"}]}), "a row has no host_ms"),
         (json.dumps({"options": stack_options(), "rows": [row]}), "needs three steps of 'gtp'"),
+        (
+            json.dumps({"options": stack_options(), "rows": [row | {"step_ms": 0}]}),
+            "step_ms = 0: must be a number above",
+        ),
+        (json.dumps({"options": stack_options(), "rows": [row | {"host_ms": "1"}]}), "host_ms = '1': must be a number"),
+        (json.dumps({"options": stack_options(), "rows": 3 * [row | {"host_ms": None}]}), "needs host times"),
     ):
         file.write_text(content)
         with pytest.raises(ValueError, match=message):
@@ -459,68 +465,3 @@ def planned_in_a_process(options, tokens):
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
-
-
-# ---- the command
-
-
-def command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "titan_integration.plan", *map(str, arguments)],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def test_a_dry_run_of_3072_ranks():
-    result = command(DEBUG_TOML, "--dry-run", "--world", 3072, "--rank", 77, *gtp(gtp=64))
-    assert result.returncode == 0, result.stderr
-    for text in ("rank 77 of 3072", "every logical element is owned once", "uses a step", "memory at the peak"):
-        assert text in result.stdout
-    assert "training would refuse this batch: training.global_batch_size = 8 is not a multiple" in result.stdout
-
-
-def test_a_dry_run_keeps_gradients_back_as_the_plan_does(capsys, cluster):
-    """A step of several microbatches needs memory for sums of gradients that one microbatch does not."""
-    from titan_integration.plan.command import dry_run
-
-    config = job(*gtp(gtp=4), *FUSED, "--training.global_batch_size=64")
-    assert dry_run(config, 8, 0) == 0
-    told = capsys.readouterr().out
-    plan = make_plan(config, cluster, 8, Arrangement(gtp=4))
-    assert plan.num_microbatches == 4 and "batch: 4 microbatches of 2 x 64 tokens a step" in told
-    assert plan.memory["gradients"] > 1e6
-    assert f"gradients        {plan.memory['gradients'] / 1e9:10.3f} GB" in told
-
-
-def test_wrong_files_and_options_name_the_field(tmp_path, monkeypatch, capsys):
-    from titan_integration.plan import command as commands
-
-    def run(*arguments):
-        code = commands.main("", [str(argument) for argument in arguments])
-        return code, capsys.readouterr().err
-
-    for options, message in (
-        (["--model.flavor=80B"], "model.flavor = '80B': choose one of"),
-        (["--model.name=flux"], "model.name = 'flux': choose one of llama3"),
-        (["--parallelism.context_parallel_degree=2"], "parallelism.context_parallel_degree is not planned yet"),
-        (["--optimizer.name=Muon"], "optimizer.name = 'Muon' is not planned yet"),
-        ([*gtp(gtp=1), "--training.global_batch_size=-1", "--only"], "gtp = egtp = 1"),
-        ([*gtp(gtp=5), "--training.global_batch_size=-1", "--only"], "does not divide the 64 ranks"),
-        ([*gtp(gtp=4), "--only"], "global_batch_size = 8 is not a multiple of 4 samples x 64 data ranks"),
-        (
-            [*gtp(gtp=4), "--training.global_batch_size=-1", "--gtp.transport=symmetric", "--only"],
-            'transport = "symmetric" is not planned',
-        ),
-    ):
-        code, error = run(DEBUG_TOML, "--cluster", "h200x8_infiniband", *options)
-        assert code == 2 and message in error, (options, error)
-    bad = tmp_path / "job.toml"
-    bad.write_text(DEBUG_TOML.read_text().replace("tensor_parallel_num_weight_shards", "tensor_parallel_num_shards"))
-    code, error = run(bad, "--cluster", "workstation", "--only")
-    assert code == 2 and "tensor_parallel_num_shards: unknown key" in error
-    with pytest.raises(SystemExit):
-        commands.main("", [str(DEBUG_TOML), "--cluser", "workstation"])

@@ -122,11 +122,23 @@ def read_rows(path: Path) -> list[Measured]:
             missing = {"contestant", "tokens", "step_ms", "host_ms", "peak_allocated_gib", "num_uses"} - row.keys()
             if missing:
                 raise ValueError(f"{path}: report {number}: a row has no {', '.join(sorted(missing))}")
+            for key in ("tokens", "step_ms", "host_ms", "peak_allocated_gib", "num_uses"):
+                _check_number(f"{path}: report {number}: {row['contestant']}: {key}", row[key], key)
             if _is_planned(row["contestant"]):
                 names = ("contestant", "tokens", "step_ms", "host_ms", "peak_allocated_gib")
                 values = (row[name] for name in names)
                 found.append(Measured(options, *values, row.get("host_us_per_use"), row["num_uses"]))
     return found
+
+
+def _check_number(what: str, value: object, key: str) -> None:
+    if value is None and key == "host_ms":
+        return
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < 0 or not value and key in ("tokens", "step_ms"):
+        raise ValueError(
+            f"{what} = {value!r}: must be a number {'above' if key in ('tokens', 'step_ms') else 'from'} 0"
+        )
 
 
 def _is_planned(contestant: str) -> bool:
@@ -191,7 +203,11 @@ def calibrating(rows: Sequence[Measured]) -> list[Measured]:
             "calibration needs three steps of 'gtp' of one shape and of different sizes (--tokens 1024,4096,8192), and "
             f"the file has {len(of_first)}"
         )
-    return [of_first[0], of_first[len(of_first) // 2], of_first[-1]]
+    chosen = [of_first[0], of_first[len(of_first) // 2], of_first[-1]]
+    for row in chosen:
+        if row.host_ms is None:
+            raise ValueError(f"calibration needs host times, and {row.name!r} has none (scripts/bench.py --host-steps)")
+    return chosen
 
 
 def without_links(cluster: Cluster) -> Cluster:

@@ -9,11 +9,13 @@ import os
 import sys
 import time
 import warnings as python_warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from gtp_dtensor import schedule_table
+from gtp_dtensor.config import WIRE_FORMATS
 from titan_integration.families import families
 from titan_integration.settings import describe_gathers
 
@@ -30,8 +32,24 @@ from .search import Choices, Ranking, search, weak_scaling
 from .wire_figures import summary
 
 
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value} is below {least}")
+        return value
+
+    return number
+
+
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(map(_at_least(1), text.split(",")))
+
+
+def _formats(text: str) -> tuple[str, ...]:
+    for name in text.split(","):
+        if name not in WIRE_FORMATS:
+            raise argparse.ArgumentTypeError(f"{name!r}: choose from {', '.join(WIRE_FORMATS)}")
+    return tuple(text.split(","))
 
 
 def parse(doc: str, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -41,13 +59,13 @@ def parse(doc: str, arguments: list[str]) -> tuple[argparse.Namespace, list[str]
     )
     parser.add_argument("toml", nargs="?", help="torchtitan TOML")
     parser.add_argument("--cluster", help="a cluster's TOML, or the name of one that is shipped")
-    parser.add_argument("--world", type=int, help="number of ranks (default: the cluster's)")
+    parser.add_argument("--world", type=_at_least(1), help="number of ranks (default: the cluster's)")
     parser.add_argument("--only", action="store_true", help="plan the TOML's own arrangement")
     parser.add_argument("--dry-run", action="store_true", help="build one rank and check its layout; needs no cluster")
     parser.add_argument(
         "--weak-scaling", type=_numbers, metavar="WORLDS", help="the TOML's own arrangement on 128,256,... ranks"
     )
-    parser.add_argument("--rank", type=int, default=0, help="which rank --dry-run builds")
+    parser.add_argument("--rank", type=_at_least(0), default=0, help="which rank --dry-run builds")
     parser.add_argument(
         "--calibrate",
         type=Path,
@@ -59,13 +77,15 @@ def parse(doc: str, arguments: list[str]) -> tuple[argparse.Namespace, list[str]
         parser.add_argument(f"--{name}", type=_numbers, help=f"degrees of {name} to look at, separated by commas")
     parser.add_argument(
         "--wire",
-        type=lambda text: tuple(text.split(",")),
+        type=_formats,
         default=(),
         help="wire formats to look at, such as bf16,mxfp8",
     )
-    parser.add_argument("--top", type=int, default=10, help="rows of the table")
-    parser.add_argument("--exact", type=int, default=0, help="how many of the best are planned again with all layers")
-    parser.add_argument("--processes", type=int, help="processes that plan (default: one a core; 0: this one)")
+    parser.add_argument("--top", type=_at_least(1), default=10, help="rows of the table")
+    parser.add_argument(
+        "--exact", type=_at_least(0), default=0, help="how many of the best are planned again with all layers"
+    )
+    parser.add_argument("--processes", type=_at_least(0), help="processes that plan (default: one a core; 0: this one)")
     parser.add_argument("--explain", action="store_true", help="say in words why the winner wins")
     parser.add_argument("--json", type=Path, help="file for all plans")
     parser.add_argument("--charts", type=Path, help="folder for PNG charts; needs matplotlib")
@@ -83,7 +103,7 @@ def parse(doc: str, arguments: list[str]) -> tuple[argparse.Namespace, list[str]
 
 
 def main(doc: str, arguments: list[str] | None = None) -> int:
-    """0, or 2 where the files or options are wrong; --dry-run: 1 where the layout has a fault."""
+    """0, or 2 where the files or options are wrong; 1 where no arrangement can run, or --dry-run finds a fault."""
     args, rest = parse(doc, sys.argv[1:] if arguments is None else arguments)
     logging.getLogger().setLevel(logging.WARNING)
     python_warnings.filterwarnings("ignore")
@@ -97,11 +117,17 @@ def main(doc: str, arguments: list[str] | None = None) -> int:
                 return 0
         job_config = read_job(args.toml, rest)
         if args.dry_run:
-            return dry_run(job_config, args.world or (cluster.num_gpus if cluster else 1), args.rank)
+            world = args.world or (cluster.num_gpus if cluster else 1)
+            if args.rank >= world:
+                raise ValueError(f"--rank {args.rank}: there are {world} ranks")
+            return dry_run(job_config, world, args.rank)
+        check_outputs(args)
         world = args.world or cluster.num_gpus
         if args.weak_scaling:
             plans = weak_scaling(job_config, cluster, arrangement_of(job_config), args.weak_scaling)
             print(scaling_table(plans, cluster))
+            if args.json is not None:
+                args.json.write_text(json.dumps([as_json(plan, cluster) for plan in plans], indent=1))
             if args.charts is not None:
                 print(f"wrote {charts.draw_weak_scaling(plans, cluster, args.charts)}", file=sys.stderr)
             return 0
@@ -111,6 +137,18 @@ def main(doc: str, arguments: list[str] | None = None) -> int:
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Before minutes of planning.
+
+    Raises:
+        FileNotFoundError, ImportError: --json or --charts could not be written.
+    """
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise FileNotFoundError(f"--json {args.json}: there is no such folder")
+    if args.charts is not None:
+        charts.pyplot()
 
 
 def dry_run(job_config, world: int, rank: int) -> int:
@@ -190,7 +228,7 @@ def plan_all(job_config, cluster: Cluster, world: int, args: argparse.Namespace,
     if args.charts is not None and ranking.plans:
         best = make_plan(job_config, cluster, world, ranking.plans[0].arrangement, keeps_timeline=True)
         _draw(job_config, ranking, best, args)
-    return 0
+    return 0 if ranking.plans else 1
 
 
 def _draw(job_config, ranking: Ranking, best, args: argparse.Namespace) -> None:

@@ -34,6 +34,7 @@ from titan_integration.train import with_job_config
 
 from .device import meta_stands_for_gpu
 from .record import COMPUTE_SHARDS, GRADIENTS, OPTIMIZER, PARAMETERS, Recorder
+from .values import check_readable, check_values
 
 _CONVERTERS = ("quantize.linear.mx", "quantize.grouped_mm.mx")
 _NUM_WARM_UP_STEPS = 2  # the schedule is learned in the first, the microbatch's turn in the second
@@ -43,9 +44,11 @@ def read_job(toml: str, options: Sequence[str] = ()):
     """torchtitan's JobConfig of a TOML with options (``--gtp.look_ahead=2``) that override it.
 
     Raises:
-        ValueError, NotImplementedError: a key that a plan does not serve; names it.
+        ValueError, NotImplementedError: a wrong value, or a key that a plan does not serve; names it.
     """
+    check_readable(toml)
     job_config = ConfigManager().parse_args(with_job_config([f"--job.config_file={toml}", *options]))
+    check_values(job_config)
     parallelism = job_config.parallelism
     served = families()
     if job_config.model.name not in served:

@@ -149,6 +149,8 @@ def volume_line(plan: Plan) -> str:
 
 def explain(ranking: Ranking, job_config, hidden: int) -> str:
     """Why the winner wins, what it was compared with, and what to mind."""
+    if not ranking.plans and not ranking.too_large:
+        return f"No arrangement can run on {ranking.world} ranks; the table says why. Take another number of them."
     if not ranking.plans:
         return "No arrangement fits: use more GPUs, activation checkpointing, or a smaller microbatch."
     cluster, best = ranking.cluster, ranking.plans[0]
