@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from gtp_dtensor import GTPConfig, GTPStyle, Muon, clip_grad_norm_, muon_param_groups
 from gtp_dtensor.optim import matrices
@@ -287,6 +287,103 @@ def test_groups_and_refusals():
         Muon([net.fused.weight], algorithm="both")
     with pytest.raises(ValueError, match=r"row layout \(3, 4\) does not divide 40 rows"):
         Muon([("fused.weight", net.fused.weight)], row_layout=(3, 4))
+    optimizer = Muon([net.fused.weight])
+    with pytest.raises(ValueError, match=r"parameter 0 of shape \(24,\) is no matrix"):
+        optimizer.add_param_group({"params": [net.norm.weight]})
+    with pytest.raises(ValueError, match=r"Muon\(lr=-1\): must not be negative"):
+        optimizer.add_param_group({"params": [net.output.weight], "lr": -1})
+    assert len(optimizer.param_groups) == 1
+
+
+class Tower(nn.Module):
+    """Under tensor parallelism alone; gradients then come as torch leaves them: partial sums, and whole where parameters
+    are cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(20, 8), nn.RMSNorm(8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 20)
+
+    def forward(self, tokens):
+        return self.down(self.up(self.norm(self.embedding(tokens))))
+
+
+@ranks(2)
+def test_gradients_that_lie_elsewhere_than_their_parameters(rank, mesh):
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Tower())
+    plan = {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(), "norm": SequenceParallel()}
+    plan["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    parallelize_module(models[0], mesh, plan)
+    tokens = torch.arange(20).view(2, 10)
+    optimizers = [Muon(muon_param_groups(model), **settings_of(ORIGINAL)) for model in models]
+    for _ in range(2):
+        for model in models:
+            model(tokens).square().mean().backward()
+        of_norm, of_embedding = models[0].norm.weight, models[0].embedding.weight
+        assert of_norm.grad.placements[0].is_partial() and of_embedding.grad.placements != of_embedding.placements
+        others = [(p, p.grad.redistribute(placements=p.placements).full_tensor()) for p in models[0].parameters()]
+        for (_, grad), other in zip(others, models[1].parameters(), strict=True):
+            assert grad.allclose(other.grad, rtol=1e-4, atol=1e-6)
+            other.grad = grad  # the same bits: Newton-Schulz in bfloat16 makes much of the last one
+        for model, optimizer in zip(models, optimizers):
+            optimizer.step()
+            optimizer.zero_grad()
+    error, name = worst(*models)
+    assert error < 1e-6, (error, name)
+
+
+@ranks(4)
+def test_ranks_that_belong_to_other_groups_too(rank):
+    """The ranks of a mesh make Muon's group among themselves, however many groups each of them has."""
+    dist.new_group([0])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "gtp"))["gtp"]
+    model, whole = (nn.Sequential(nn.Linear(8, 8, bias=False)) for _ in range(2))
+    whole.load_state_dict(model.state_dict())
+    parallelize_module(model, mesh, GTPStyle(min_numel=30))
+    optimizer, reference = (Muon(one.parameters(), **settings_of(ORIGINAL)) for one in (model, whole))
+    give_gradients(model, whole, 0)
+    optimizer.step()
+    made = dict(optimizer._groups)
+    optimizer.load_state_dict(optimizer.state_dict())
+    give_gradients(model, whole, 1)
+    optimizer.step()
+    (group,) = made.values()
+    assert group.size() == 2 and optimizer._groups == made  # kept, no other communicator
+    for step in range(2):
+        give_gradients(model, whole, step)
+        reference.step()
+    assert worst(model, whole)[0] < 1e-6
+
+
+@ranks(2)
+def test_gradients_that_not_all_ranks_have(rank, mesh):
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
+    parallelize_module(model, mesh, GTPStyle(min_numel=30))
+    for param in list(model.parameters())[rank:]:
+        param.grad = torch.zeros_like(param)
+    with pytest.raises(ValueError, match=r"Muon: rank 0 has gradients of 2 parameters, rank 1 of 1"):
+        Muon(model.parameters()).step()
+
+
+def test_learning_rates_that_are_tensors():
+    nets = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    for net, lr in zip(nets, (0.02, torch.tensor(0.02, dtype=torch.float64))):
+        optimizer = Muon(muon_param_groups(net), lr=lr)
+        net(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+    assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
+
+
+def test_convolutions_are_for_adamw():
+    """Mamba's has three dims, and is no stack of matrices."""
+    net = nn.Sequential(nn.Conv1d(8, 8, 4, groups=8), nn.Linear(8, 8, bias=False), nn.EmbeddingBag(4, 8))
+    for_muon, rest = muon_param_groups(net)
+    assert [name for name, _ in for_muon["params"]] == ["1.weight"]
+    assert {name for name, _ in rest["params"]} == {"0.weight", "0.bias", "2.weight"}
 
 
 @ranks(2)
