@@ -19,7 +19,7 @@ from tests.reference import full, full_parameters, replica_options
 
 DIMS = (1, 3, 18, 40, 128)  # rows
 COLUMNS = 24
-LAYOUT = {"fused.weight": (6, 2, 2)}
+LAYOUT = {"fused.weight": (12, 2, 2)}  # three times: no rank's rows begin like another's; scales differ
 
 
 def slow(*values):
@@ -33,9 +33,10 @@ class Net(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(10, COLUMNS)
         self.linears = nn.ModuleList(nn.Linear(COLUMNS, rows) for rows in DIMS)
-        self.fused = nn.Linear(COLUMNS, 40, bias=False)
+        self.fused = nn.Linear(COLUMNS, 48, bias=False)
         self.norm = nn.RMSNorm(COLUMNS)
-        self.experts = Experts(3, COLUMNS, 20)
+        self.experts = Experts(3, COLUMNS, 20)  # cut within each expert
+        self.stack = Experts(4, COLUMNS, 6)  # dealt out whole
         self.output = nn.Linear(COLUMNS, 10, bias=False)
 
 
@@ -57,7 +58,9 @@ def built(axes, device="cpu"):
     if egtp is not None:
         grid = init_device_mesh(device, (mesh.size() // egtp, egtp), mesh_dim_names=("dps", "egtp"))
         of_experts, expert_mesh = replica_options(grid), grid["egtp"]
-    style = GTPStyle(GTPConfig(), is_expert=True, modules=["experts"], num_data_ranks=2, min_numel=30, **of_experts)
+    style = GTPStyle(
+        GTPConfig(), is_expert=True, modules=["experts", "stack"], num_data_ranks=2, min_numel=30, **of_experts
+    )
     parallelize_module(model, expert_mesh, style)
     parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30, **replicas))
     return model, whole, mesh
@@ -183,6 +186,28 @@ def test_both_algorithms_and_small_rounds_have_the_same_bits(monkeypatch, axes):
 
 
 @ranks(2)
+def test_the_next_round_travels_while_one_is_computed(monkeypatch):
+    monkeypatch.setattr("gtp_dtensor.optim.muon._MOST_ELEMENTS", 500)
+    model, whole, _ = built({"gtp": 2})
+    give_gradients(model, whole, 0)
+    optimizer, happened = Muon(muon_param_groups(model), **settings_of(ORIGINAL)), []
+    for name in ("send", "compute", "give_back", "take"):
+
+        def noted(self, *args, name=name, original=getattr(matrices.Round, name)):
+            happened.append((name, self))
+            return original(self, *args)
+
+        monkeypatch.setattr(matrices.Round, name, noted)
+    optimizer.step()
+    (rounds,) = optimizer._plans.values()
+    place = {event: number for number, event in enumerate(happened)}
+    assert len(rounds) > 2 and len(place) == len(happened) == 4 * len(rounds)
+    for one, following in zip(rounds, rounds[1:]):
+        assert place["send", following] < place["compute", one] < place["give_back", one] < place["compute", following]
+        assert place["compute", following] < place["take", one]  # results travel, too, while the next are computed
+
+
+@ranks(2)
 def test_a_reference_that_sees_only_shards_is_far_off(rank):
     """Arms the tests above: orthogonalizing each rank's rows is another optimizer."""
     model, whole, mesh = built({"gtp": 2})
@@ -270,14 +295,15 @@ def test_clipping_before_a_step(rank):
 def test_groups_and_refusals():
     net = Net()
     groups = muon_param_groups(net, adamw=["linears.0.*"], row_layouts=LAYOUT)
+    stacks = [f"{name}.w{number}" for name in ("experts", "stack") for number in (1, 3, 2)]
     names = {(group["uses_muon"], group.get("row_layout")): [n for n, _ in group["params"]] for group in groups}
-    assert names[True, (6, 2, 2)] == ["fused.weight"]
-    assert names[True, ()] == [*(f"linears.{n}.weight" for n in range(1, 5)), *(f"experts.w{n}" for n in (1, 3, 2))]
+    assert names[True, (12, 2, 2)] == ["fused.weight"]
+    assert names[True, ()] == [*(f"linears.{n}.weight" for n in range(1, 5)), *stacks]
     assert {"embedding.weight", "output.weight", "norm.weight", "linears.0.weight"} < set(names[False, None])
     assert sum(map(len, names.values())) == len(list(net.parameters()))
     with pytest.raises(ValueError, match=r"no parameter matches 'nothing\.\*'"):
         muon_param_groups(net, adamw=["nothing.*"])
-    with pytest.raises(ValueError, match=r"\(7,\) of pattern 'fused\*' does not divide the 40 rows of fused\.weight"):
+    with pytest.raises(ValueError, match=r"\(7,\) of pattern 'fused\*' does not divide the 48 rows of fused\.weight"):
         muon_param_groups(net, row_layouts={"fused*": (7,)})
     with pytest.raises(ValueError, match=r"linears\.0\.bias of shape \(1,\) is no matrix"):
         Muon(net.named_parameters())
@@ -285,7 +311,7 @@ def test_groups_and_refusals():
         Muon(net.linears[1].parameters(), adjust_lr_fn="rms")
     with pytest.raises(ValueError, match=r"algorithm='both'.*home_rank, duplicated"):
         Muon([net.fused.weight], algorithm="both")
-    with pytest.raises(ValueError, match=r"row layout \(3, 4\) does not divide 40 rows"):
+    with pytest.raises(ValueError, match=r"row layout \(3, 4\) does not divide 48 rows"):
         Muon([("fused.weight", net.fused.weight)], row_layout=(3, 4))
     optimizer = Muon([net.fused.weight])
     with pytest.raises(ValueError, match=r"parameter 0 of shape \(24,\) is no matrix"):
