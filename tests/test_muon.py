@@ -412,6 +412,23 @@ def test_convolutions_are_for_adamw():
     assert {name for name, _ in rest["params"]} == {"0.weight", "0.bias", "2.weight"}
 
 
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ({"momentum": 1.0}, r"momentum=1\.0\): must be from 0 to below 1"),
+        ({"betas": (0.9, 1.5)}, r"betas=1\.5\): must be from 0 to below 1"),
+        ({"eps": -1.0}, r"eps=-1\.0\): must not be negative"),
+        ({"ns_steps": 100}, r"ns_steps=100\): must be from 1 to 99"),
+        ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients=\(1\.0, 2\.0\)\): three numbers"),
+        ({"row_layout": (0, 4)}, r"parameter 0 .* row layout \(0, 4\) does not divide 4 rows"),
+        ({"row_layout": (-4, 8)}, r"parameter 0 .* row layout \(-4, 8\) does not divide 4 rows"),
+    ],
+)
+def test_settings_that_make_no_sense(setting, message):
+    with pytest.raises(ValueError, match=message):
+        Muon([nn.Parameter(torch.ones(4, 4))], **setting)
+
+
 @ranks(2)
 def test_a_training_step(mesh, rank):
     """Through the model: compute shards follow what the optimizer wrote."""

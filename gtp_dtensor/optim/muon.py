@@ -290,9 +290,7 @@ class Muon(Optimizer):
 
 
 def _check(group: dict[str, Any]) -> None:
-    for name in ("lr", "weight_decay", "momentum"):
-        if group[name] < 0:
-            raise ValueError(f"Muon({name}={group[name]}): must not be negative")
+    _check_numbers(group)
     if group["adjust_lr_fn"] not in SCALES:
         raise ValueError(f"Muon(adjust_lr_fn={group['adjust_lr_fn']!r}): choose one of {', '.join(SCALES)}")
     if not group["uses_muon"]:
@@ -306,12 +304,25 @@ def _check(group: dict[str, Any]) -> None:
             )
         if isinstance(param, DTensor) and any(placement.is_partial() for placement in param.placements):
             raise ValueError(f"Muon: {name} has placements {param.placements}: a parameter cannot be a partial sum")
-        rows = sum(group["row_layout"])
-        if rows and param.shape[-2] % rows:
+        layout = group["row_layout"]
+        if layout and (min(layout) < 1 or param.shape[-2] % sum(layout)):
             raise ValueError(
-                f"Muon: {name} of shape {tuple(param.shape)}: its row layout {group['row_layout']} does not divide "
+                f"Muon: {name} of shape {tuple(param.shape)}: its row layout {layout} does not divide "
                 f"{param.shape[-2]} rows"
             )
+
+
+def _check_numbers(group: dict[str, Any]) -> None:
+    for name in ("lr", "weight_decay", "eps", "adamw_eps"):
+        if group[name] < 0:
+            raise ValueError(f"Muon({name}={group[name]}): must not be negative")
+    for name, value in (("momentum", group["momentum"]), *(("betas", beta) for beta in group["betas"])):
+        if not 0 <= value < 1:
+            raise ValueError(f"Muon({name}={value}): must be from 0 to below 1")
+    if not 1 <= group["ns_steps"] < 100:
+        raise ValueError(f"Muon(ns_steps={group['ns_steps']}): must be from 1 to 99")
+    if len(group["ns_coefficients"]) != 3:
+        raise ValueError(f"Muon(ns_coefficients={group['ns_coefficients']}): three numbers, of x, x^3 and x^5")
 
 
 def _local_grad(param: torch.Tensor) -> torch.Tensor:
