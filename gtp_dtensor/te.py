@@ -50,6 +50,7 @@ from .te_modules import (
 )
 from .te_state import plain_class, state_methods
 from .te_weight import WeightUse, attach, gemm_dtype
+from .transport.collective import group_of_ranks
 from .wire import WireFormat
 from .wires import is_te
 
@@ -389,6 +390,4 @@ def amax_group(model: nn.Module) -> dist.ProcessGroup:
     if not meshes:
         raise ValueError(f"amax_group: {type(model).__name__} has no parameters under GTP; apply GTPStyle first")
     ranks = sorted(max(meshes, key=DeviceMesh.size).mesh.flatten().tolist())
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    return dist.new_group(ranks, use_local_synchronization=True)
+    return group_of_ranks(ranks, "gtp amax")

@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from gtp_dtensor import GTPConfig, GTPStyle, Muon, clip_grad_norm_, muon_param_groups
 from gtp_dtensor.optim import matrices
@@ -19,7 +19,7 @@ from tests.reference import full, full_parameters, replica_options
 
 DIMS = (1, 3, 18, 40, 128)  # rows
 COLUMNS = 24
-LAYOUT = {"fused.weight": (6, 2, 2)}
+LAYOUT = {"fused.weight": (12, 2, 2)}  # three times: no rank's rows begin like another's; scales differ
 
 
 def slow(*values):
@@ -33,9 +33,10 @@ class Net(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(10, COLUMNS)
         self.linears = nn.ModuleList(nn.Linear(COLUMNS, rows) for rows in DIMS)
-        self.fused = nn.Linear(COLUMNS, 40, bias=False)
+        self.fused = nn.Linear(COLUMNS, 48, bias=False)
         self.norm = nn.RMSNorm(COLUMNS)
-        self.experts = Experts(3, COLUMNS, 20)
+        self.experts = Experts(3, COLUMNS, 20)  # cut within each expert
+        self.stack = Experts(4, COLUMNS, 6)  # dealt out whole
         self.output = nn.Linear(COLUMNS, 10, bias=False)
 
 
@@ -57,7 +58,9 @@ def built(axes, device="cpu"):
     if egtp is not None:
         grid = init_device_mesh(device, (mesh.size() // egtp, egtp), mesh_dim_names=("dps", "egtp"))
         of_experts, expert_mesh = replica_options(grid), grid["egtp"]
-    style = GTPStyle(GTPConfig(), is_expert=True, modules=["experts"], num_data_ranks=2, min_numel=30, **of_experts)
+    style = GTPStyle(
+        GTPConfig(), is_expert=True, modules=["experts", "stack"], num_data_ranks=2, min_numel=30, **of_experts
+    )
     parallelize_module(model, expert_mesh, style)
     parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30, **replicas))
     return model, whole, mesh
@@ -183,6 +186,28 @@ def test_both_algorithms_and_small_rounds_have_the_same_bits(monkeypatch, axes):
 
 
 @ranks(2)
+def test_the_next_round_travels_while_one_is_computed(monkeypatch):
+    monkeypatch.setattr("gtp_dtensor.optim.muon._MOST_ELEMENTS", 500)
+    model, whole, _ = built({"gtp": 2})
+    give_gradients(model, whole, 0)
+    optimizer, happened = Muon(muon_param_groups(model), **settings_of(ORIGINAL)), []
+    for name in ("send", "compute", "give_back", "take"):
+
+        def noted(self, *args, name=name, original=getattr(matrices.Round, name)):
+            happened.append((name, self))
+            return original(self, *args)
+
+        monkeypatch.setattr(matrices.Round, name, noted)
+    optimizer.step()
+    (rounds,) = optimizer._plans.values()
+    place = {event: number for number, event in enumerate(happened)}
+    assert len(rounds) > 2 and len(place) == len(happened) == 4 * len(rounds)
+    for one, following in zip(rounds, rounds[1:]):
+        assert place["send", following] < place["compute", one] < place["give_back", one] < place["compute", following]
+        assert place["compute", following] < place["take", one]  # results travel, too, while the next are computed
+
+
+@ranks(2)
 def test_a_reference_that_sees_only_shards_is_far_off(rank):
     """Arms the tests above: orthogonalizing each rank's rows is another optimizer."""
     model, whole, mesh = built({"gtp": 2})
@@ -270,14 +295,15 @@ def test_clipping_before_a_step(rank):
 def test_groups_and_refusals():
     net = Net()
     groups = muon_param_groups(net, adamw=["linears.0.*"], row_layouts=LAYOUT)
+    stacks = [f"{name}.w{number}" for name in ("experts", "stack") for number in (1, 3, 2)]
     names = {(group["uses_muon"], group.get("row_layout")): [n for n, _ in group["params"]] for group in groups}
-    assert names[True, (6, 2, 2)] == ["fused.weight"]
-    assert names[True, ()] == [*(f"linears.{n}.weight" for n in range(1, 5)), *(f"experts.w{n}" for n in (1, 3, 2))]
+    assert names[True, (12, 2, 2)] == ["fused.weight"]
+    assert names[True, ()] == [*(f"linears.{n}.weight" for n in range(1, 5)), *stacks]
     assert {"embedding.weight", "output.weight", "norm.weight", "linears.0.weight"} < set(names[False, None])
     assert sum(map(len, names.values())) == len(list(net.parameters()))
     with pytest.raises(ValueError, match=r"no parameter matches 'nothing\.\*'"):
         muon_param_groups(net, adamw=["nothing.*"])
-    with pytest.raises(ValueError, match=r"\(7,\) of pattern 'fused\*' does not divide the 40 rows of fused\.weight"):
+    with pytest.raises(ValueError, match=r"\(7,\) of pattern 'fused\*' does not divide the 48 rows of fused\.weight"):
         muon_param_groups(net, row_layouts={"fused*": (7,)})
     with pytest.raises(ValueError, match=r"linears\.0\.bias of shape \(1,\) is no matrix"):
         Muon(net.named_parameters())
@@ -285,8 +311,122 @@ def test_groups_and_refusals():
         Muon(net.linears[1].parameters(), adjust_lr_fn="rms")
     with pytest.raises(ValueError, match=r"algorithm='both'.*home_rank, duplicated"):
         Muon([net.fused.weight], algorithm="both")
-    with pytest.raises(ValueError, match=r"row layout \(3, 4\) does not divide 40 rows"):
+    with pytest.raises(ValueError, match=r"row layout \(3, 4\) does not divide 48 rows"):
         Muon([("fused.weight", net.fused.weight)], row_layout=(3, 4))
+    optimizer = Muon([net.fused.weight])
+    with pytest.raises(ValueError, match=r"parameter 0 of shape \(24,\) is no matrix"):
+        optimizer.add_param_group({"params": [net.norm.weight]})
+    with pytest.raises(ValueError, match=r"Muon\(lr=-1\): must not be negative"):
+        optimizer.add_param_group({"params": [net.output.weight], "lr": -1})
+    assert len(optimizer.param_groups) == 1
+
+
+class Tower(nn.Module):
+    """Under tensor parallelism alone; gradients then come as torch leaves them: partial sums, and whole where parameters
+    are cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(20, 8), nn.RMSNorm(8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 20)
+
+    def forward(self, tokens):
+        return self.down(self.up(self.norm(self.embedding(tokens))))
+
+
+@ranks(2)
+def test_gradients_that_lie_elsewhere_than_their_parameters(rank, mesh):
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Tower())
+    plan = {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(), "norm": SequenceParallel()}
+    plan["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    parallelize_module(models[0], mesh, plan)
+    tokens = torch.arange(20).view(2, 10)
+    optimizers = [Muon(muon_param_groups(model), **settings_of(ORIGINAL)) for model in models]
+    for _ in range(2):
+        for model in models:
+            model(tokens).square().mean().backward()
+        of_norm, of_embedding = models[0].norm.weight, models[0].embedding.weight
+        assert of_norm.grad.placements[0].is_partial() and of_embedding.grad.placements != of_embedding.placements
+        others = [(p, p.grad.redistribute(placements=p.placements).full_tensor()) for p in models[0].parameters()]
+        for (_, grad), other in zip(others, models[1].parameters(), strict=True):
+            assert grad.allclose(other.grad, rtol=1e-4, atol=1e-6)
+            other.grad = grad  # the same bits: Newton-Schulz in bfloat16 makes much of the last one
+        for model, optimizer in zip(models, optimizers):
+            optimizer.step()
+            optimizer.zero_grad()
+    error, name = worst(*models)
+    assert error < 1e-6, (error, name)
+
+
+@ranks(4)
+def test_ranks_that_belong_to_other_groups_too(rank):
+    """The ranks of a mesh make Muon's group among themselves, however many groups each of them has."""
+    dist.new_group([0])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "gtp"))["gtp"]
+    model, whole = (nn.Sequential(nn.Linear(8, 8, bias=False)) for _ in range(2))
+    whole.load_state_dict(model.state_dict())
+    parallelize_module(model, mesh, GTPStyle(min_numel=30))
+    optimizer, reference = (Muon(one.parameters(), **settings_of(ORIGINAL)) for one in (model, whole))
+    give_gradients(model, whole, 0)
+    optimizer.step()
+    made = dict(optimizer._groups)
+    optimizer.load_state_dict(optimizer.state_dict())
+    give_gradients(model, whole, 1)
+    optimizer.step()
+    (group,) = made.values()
+    assert group.size() == 2 and optimizer._groups == made  # kept, no other communicator
+    for step in range(2):
+        give_gradients(model, whole, step)
+        reference.step()
+    assert worst(model, whole)[0] < 1e-6
+
+
+@ranks(2)
+def test_gradients_that_not_all_ranks_have(rank, mesh):
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
+    parallelize_module(model, mesh, GTPStyle(min_numel=30))
+    for param in list(model.parameters())[rank:]:
+        param.grad = torch.zeros_like(param)
+    with pytest.raises(ValueError, match=r"Muon: rank 0 has gradients of 2 parameters, rank 1 of 1"):
+        Muon(model.parameters()).step()
+
+
+def test_learning_rates_that_are_tensors():
+    nets = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    for net, lr in zip(nets, (0.02, torch.tensor(0.02, dtype=torch.float64))):
+        optimizer = Muon(muon_param_groups(net), lr=lr)
+        net(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+    assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
+
+
+def test_convolutions_are_for_adamw():
+    """Mamba's has three dims, and is no stack of matrices."""
+    net = nn.Sequential(nn.Conv1d(8, 8, 4, groups=8), nn.Linear(8, 8, bias=False), nn.EmbeddingBag(4, 8))
+    for_muon, rest = muon_param_groups(net)
+    assert [name for name, _ in for_muon["params"]] == ["1.weight"]
+    assert {name for name, _ in rest["params"]} == {"0.weight", "0.bias", "2.weight"}
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ({"momentum": 1.0}, r"momentum=1\.0\): must be from 0 to below 1"),
+        ({"betas": (0.9, 1.5)}, r"betas=1\.5\): must be from 0 to below 1"),
+        ({"eps": -1.0}, r"eps=-1\.0\): must not be negative"),
+        ({"ns_steps": 100}, r"ns_steps=100\): must be from 1 to 99"),
+        ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients=\(1\.0, 2\.0\)\): three numbers"),
+        ({"row_layout": (0, 4)}, r"parameter 0 .* row layout \(0, 4\) does not divide 4 rows"),
+        ({"row_layout": (-4, 8)}, r"parameter 0 .* row layout \(-4, 8\) does not divide 4 rows"),
+    ],
+)
+def test_settings_that_make_no_sense(setting, message):
+    with pytest.raises(ValueError, match=message):
+        Muon([nn.Parameter(torch.ones(4, 4))], **setting)
 
 
 @ranks(2)

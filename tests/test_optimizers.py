@@ -65,6 +65,13 @@ def check(axes, make, device="cpu"):
     assert error < 1e-6, (error, where)
 
 
+@ranks(4, device="cuda", timeout=240, group_timeout=120)
+def test_three_steps_of_te(rank):
+    """TransformerEngine's, in one group as well."""
+    fused_adam = pytest.importorskip("transformer_engine.pytorch.optimizers").FusedAdam
+    check({"gtp": 4, "egtp": 2}, lambda params: fused_adam(params, lr=0.01), "cuda")
+
+
 @ranks(2)
 @pytest.mark.slow
 def test_torchao_8_bit_where_its_blocks_agree(mesh):

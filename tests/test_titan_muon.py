@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.harness import ranks
 from tests.titan_runs import SMALL, degrees, metrics
 from titan_integration import cpu
 
@@ -62,6 +63,19 @@ def test_patterns_of_other_pipeline_stages():
     del parts[0].layers["1"], parts[1].layers["0"]
     first, second = built("--optimizer.muon_adamw", "layers.1.*", parts=parts)
     assert [len(one.param_groups[0]["params"]) for one in (first, second)] == [7, 9 + 2]
+    with pytest.raises(ValueError, match=r"optimizer\.muon_adamw.*no parameter matches 'layers\.7\.\*'"):
+        built("--optimizer.muon_adamw", "layers.1.*,layers.7.*", parts=parts)
+
+
+@ranks(2)
+def test_patterns_that_no_stage_matches(rank):
+    """Each rank has a stage: a pattern of the other's is fine, one of nobody's is refused on both."""
+    part = llama()
+    del part.layers[str(1 - rank)]
+    (optimizer,) = built("--optimizer.muon_adamw", "layers.1.*", parts=[part])
+    assert [len(group["params"]) for group in optimizer.param_groups if group["uses_muon"]] == ([] if rank else [7])
+    with pytest.raises(ValueError, match=r"no parameter matches 'layers\.7\.\*'"):
+        built("--optimizer.muon_adamw", "layers.1.*,layers.7.*", parts=[part])
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 
 import torch
+import torch.distributed as dist
 import torchtitan.components.optimizer as titan_optimizer
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -30,7 +31,7 @@ def build_optimizers(model_parts: list[nn.Module], optimizer_config, parallel_di
             "false"
         )
     if optimizer_config.name == "Muon":
-        return MuonContainer(model_parts, optimizer_config, has_all_parts=not parallel_dims.pp_enabled)
+        return MuonContainer(model_parts, optimizer_config)
     fused = optimizer_config.implementation == "fused"
     if fused and any(isinstance(p, DTensor) for part in model_parts for p in part.parameters()):
         raise ValueError(
@@ -47,13 +48,13 @@ def build_optimizers(model_parts: list[nn.Module], optimizer_config, parallel_di
 
 
 class MuonContainer(OptimizersContainer):
-    """One Muon for each model part.
+    """One Muon for each model part. Collective over all ranks: other pipeline stages have other parts.
 
-    Args:
-        has_all_parts: this rank has the whole model, so every pattern has to match here.
+    Raises:
+        ValueError: a pattern that matches no parameter of any part; a setting that Muon cannot serve.
     """
 
-    def __init__(self, model_parts: list[nn.Module], optimizer_config, *, has_all_parts: bool) -> None:
+    def __init__(self, model_parts: list[nn.Module], optimizer_config) -> None:
         settings = {
             "lr": optimizer_config.lr,
             "weight_decay": optimizer_config.weight_decay,
@@ -63,22 +64,40 @@ class MuonContainer(OptimizersContainer):
             "adjust_lr_fn": optimizer_config.muon_adjust_lr_fn,
             "algorithm": optimizer_config.muon_algorithm,
         }
-        adamw, layouts = optimizer_config.muon_adamw, optimizer_config.muon_row_layouts
+        layouts = optimizer_config.muon_row_layouts
         self.model_parts = model_parts
         self.optimizers = []
-        for part in model_parts:
-            names = [clean_fqn(name) for name, _ in part.named_parameters()]
-
-            def here(patterns, names=names, is_whole=has_all_parts and len(model_parts) == 1):
-                return [pattern for pattern in patterns if is_whole or fnmatch.filter(names, pattern)]
-
+        matched_here = [_matched([*optimizer_config.muon_adamw, *layouts], part) for part in model_parts]
+        _check_matched([*optimizer_config.muon_adamw, *layouts], set().union(*matched_here))
+        for part, matched in zip(model_parts, matched_here):
             groups = muon_param_groups(
-                part, adamw=here(adamw), row_layouts={pattern: layouts[pattern] for pattern in here(layouts)}
+                part,
+                adamw=[pattern for pattern in optimizer_config.muon_adamw if pattern in matched],
+                row_layouts={pattern: rows for pattern, rows in layouts.items() if pattern in matched},
             )
             self.optimizers.append(Muon(groups, **settings))
         params = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         self._validate_length(len(model_parts))
         self._post_init(params, {"lr": optimizer_config.lr})
+
+
+def _matched(patterns: list[str], part: nn.Module) -> set[str]:
+    """Those of ``patterns`` that match a parameter of ``part``."""
+    names = [clean_fqn(name) for name, _ in part.named_parameters()]
+    return {pattern for pattern in patterns if any(fnmatch.fnmatchcase(name, pattern) for name in names)}
+
+
+def _check_matched(patterns: list[str], matched_here: set[str]) -> None:
+    """Every pattern has to match on some rank. Raises on all of them alike."""
+    everyones = [matched_here]
+    if patterns and dist.is_initialized():
+        everyones = [set()] * dist.get_world_size()
+        dist.all_gather_object(everyones, matched_here)
+    unmatched = sorted(set(patterns).difference(*everyones))
+    if unmatched:
+        raise ValueError(
+            f"optimizer.muon_adamw, optimizer.muon_row_layouts: no parameter matches {', '.join(map(repr, unmatched))}"
+        )
 
 
 @torch.no_grad()

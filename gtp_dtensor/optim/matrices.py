@@ -84,12 +84,23 @@ def matrices_of(
 
     Args:
         cost: of (rows, columns).
+
+    Raises:
+        ValueError: on all ranks: they do not have the same ``params``.
     """
     mine = [_place(param) for param in params]
     everyones: list = [mine]
     if group is not None:
         everyones = [None] * group.size()
         dist.all_gather_object(everyones, mine, group=group)
+        first, *others = (len(theirs) for theirs in everyones)
+        for other, number in enumerate(others, 1):
+            if number != first:
+                raise ValueError(
+                    f"Muon: rank {dist.get_global_rank(group, 0)} has gradients of {first} parameters, rank "
+                    f"{dist.get_global_rank(group, other)} of {number}: a step needs the same ones on all ranks of a mesh "
+                    "(zeros where a rank does not use a weight)"
+                )
     rank = 0 if group is None else group.rank()
     found = []
     for number, param in enumerate(params):

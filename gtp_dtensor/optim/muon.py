@@ -25,6 +25,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
 from ..plan import clean_fqn
+from ..transport.collective import group_of_ranks
 from .clip import local_of
 from .matrices import Matrix, Round, deal_out, matrices_of, ranks_of, rounds_of
 
@@ -32,6 +33,8 @@ HOME_RANK, DUPLICATED = ALGORITHMS = ("home_rank", "duplicated")
 ORIGINAL, MATCH_RMS = SCALES = ("original", "match_rms_adamw")
 _MOST_ELEMENTS = 64 << 20  # that a rank computes with in a round
 _OUTPUT_NAMES = ("output", "lm_head")
+# Their weights may have three dims too, and are no stack of experts then.
+_ADAMW_MODULES = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 _COMPUTE_DTYPE = torch.bfloat16  # of Newton-Schulz, and so of what travels
 
 RowLayout = tuple[int, ...]
@@ -56,8 +59,8 @@ def muon_param_groups(
 ) -> list[dict[str, Any]]:
     """Groups for :class:`Muon` of the parameters of ``model`` that are trained.
 
-    Muon gets matrices (parameters of two dims, and stacks of experts of three); AdamW gets the rest, embeddings, and
-    modules called ``output`` or ``lm_head``. Call it after GTPStyle.
+    Muon gets matrices (parameters of two dims, and stacks of experts of three); AdamW gets the rest, embeddings,
+    convolutions, and modules called ``output`` or ``lm_head``. Call it after GTPStyle.
 
     Args:
         adamw: FQN patterns of further parameters for AdamW.
@@ -68,7 +71,7 @@ def muon_param_groups(
     """
     patterns, layouts = list(adamw), dict(row_layouts or {})
     for_adamw, by_layout, unmatched = [], {}, {*patterns, *layouts}
-    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    of_others = {id(p) for m in model.modules() if isinstance(m, _ADAMW_MODULES) for p in m.parameters(recurse=False)}
     for name, param in model.named_parameters():
         name = clean_fqn(name)
         matching = [pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)]
@@ -77,7 +80,7 @@ def muon_param_groups(
         if not param.requires_grad:
             continue
         is_output = name.split(".")[-2:-1] and name.split(".")[-2] in _OUTPUT_NAMES
-        if matching or is_output or id(param) in embeddings or param.dim() not in (2, 3):
+        if matching or is_output or id(param) in of_others or param.dim() not in (2, 3):
             for_adamw.append((name, param))
             continue
         rows = () if layout is None else tuple(layouts[layout])
@@ -129,9 +132,6 @@ class Muon(Optimizer):
     ) -> None:
         if algorithm not in ALGORITHMS:
             raise ValueError(f"Muon(algorithm={algorithm!r}): choose one of {', '.join(ALGORITHMS)}")
-        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
-            if value < 0:
-                raise ValueError(f"Muon({name}={value}): must not be negative")
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -146,24 +146,31 @@ class Muon(Optimizer):
             "uses_muon": True,
             "row_layout": tuple(row_layout),
         }
-        super().__init__(params, defaults)
         self.algorithm = algorithm
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._plans: dict[tuple, list[Round]] = {}
-        for group in self.param_groups:
-            _check(group)
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See ``torch.optim.Optimizer``."""
+        """See ``torch.optim.Optimizer``.
+
+        Raises:
+            ValueError: as the constructor does; the group is not added then.
+        """
         super().add_param_group(param_group)
+        try:
+            _check(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
         self._plans = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "algorithm": self.algorithm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._groups, self._plans = {}, {}
+        super().__setstate__(state)  # load_state_dict() calls it too: communicators stay
+        self._groups, self._plans = self.__dict__.get("_groups", {}), {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
@@ -198,7 +205,7 @@ class Muon(Optimizer):
         # It is elementwise, and DTensors of different meshes do not go into one call.
         adamw(
             [local_of(param) for param in params],
-            [local_of(param.grad) for param in params],
+            [_local_grad(param) for param in params],
             [local_of(state["exp_avg"]) for state in states],
             [local_of(state["exp_avg_sq"]) for state in states],
             [],
@@ -207,7 +214,7 @@ class Muon(Optimizer):
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
-            lr=group["lr"],
+            lr=float(group["lr"]),
             weight_decay=group["weight_decay"],
             eps=group["adamw_eps"],
             maximize=False,
@@ -218,17 +225,18 @@ class Muon(Optimizer):
     def _muon(self, group: dict[str, Any], params: list[torch.Tensor], ranks: tuple[int, ...]) -> None:
         lr = float(group["lr"])
         momentum, process_group = group["momentum"], self._group_of(ranks)
-        for param in params:
+        grads = {param: _local_grad(param) for param in params}
+        for param, grad in grads.items():
             if "momentum_buffer" not in self.state[param]:
-                self.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
-            local_of(self.state[param]["momentum_buffer"]).lerp_(local_of(param.grad), 1 - momentum)
+                self.state[param]["momentum_buffer"] = torch.zeros_like(param, dtype=grad.dtype)
+            local_of(self.state[param]["momentum_buffer"]).lerp_(grad, 1 - momentum)
             local_of(param).mul_(1 - lr * group["weight_decay"])
 
         def piece_of(matrix: Matrix) -> torch.Tensor:
             buffer = matrix.local_piece(local_of(self.state[matrix.param]["momentum_buffer"]))
             if not group["nesterov"]:
                 return buffer
-            return matrix.local_piece(local_of(matrix.param.grad)).lerp(buffer, momentum)
+            return matrix.local_piece(grads[matrix.param]).lerp(buffer, momentum)
 
         def apply(done: Round) -> None:
             for matrix, update in done.take():
@@ -259,10 +267,7 @@ class Muon(Optimizer):
         if not ranks:
             return None
         if ranks not in self._groups:
-            is_world = len(ranks) == dist.get_world_size()
-            self._groups[ranks] = (
-                dist.group.WORLD if is_world else dist.new_group(list(ranks), use_local_synchronization=True)
-            )
+            self._groups[ranks] = group_of_ranks(ranks, "muon")
         return self._groups[ranks]
 
     def _rounds(
@@ -285,6 +290,7 @@ class Muon(Optimizer):
 
 
 def _check(group: dict[str, Any]) -> None:
+    _check_numbers(group)
     if group["adjust_lr_fn"] not in SCALES:
         raise ValueError(f"Muon(adjust_lr_fn={group['adjust_lr_fn']!r}): choose one of {', '.join(SCALES)}")
     if not group["uses_muon"]:
@@ -298,12 +304,33 @@ def _check(group: dict[str, Any]) -> None:
             )
         if isinstance(param, DTensor) and any(placement.is_partial() for placement in param.placements):
             raise ValueError(f"Muon: {name} has placements {param.placements}: a parameter cannot be a partial sum")
-        rows = sum(group["row_layout"])
-        if rows and param.shape[-2] % rows:
+        layout = group["row_layout"]
+        if layout and (min(layout) < 1 or param.shape[-2] % sum(layout)):
             raise ValueError(
-                f"Muon: {name} of shape {tuple(param.shape)}: its row layout {group['row_layout']} does not divide "
+                f"Muon: {name} of shape {tuple(param.shape)}: its row layout {layout} does not divide "
                 f"{param.shape[-2]} rows"
             )
+
+
+def _check_numbers(group: dict[str, Any]) -> None:
+    for name in ("lr", "weight_decay", "eps", "adamw_eps"):
+        if group[name] < 0:
+            raise ValueError(f"Muon({name}={group[name]}): must not be negative")
+    for name, value in (("momentum", group["momentum"]), *(("betas", beta) for beta in group["betas"])):
+        if not 0 <= value < 1:
+            raise ValueError(f"Muon({name}={value}): must be from 0 to below 1")
+    if not 1 <= group["ns_steps"] < 100:
+        raise ValueError(f"Muon(ns_steps={group['ns_steps']}): must be from 1 to 99")
+    if len(group["ns_coefficients"]) != 3:
+        raise ValueError(f"Muon(ns_coefficients={group['ns_coefficients']}): three numbers, of x, x^3 and x^5")
+
+
+def _local_grad(param: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the gradient, cut as ``param`` is. Tensor parallelism alone may leave a partial sum, or a whole one."""
+    grad = param.grad
+    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
+        grad = grad.redistribute(param.device_mesh, param.placements)
+    return local_of(grad)
 
 
 # ---- one matrix

@@ -16,6 +16,7 @@ time than everything else a use of a weight does.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
 from enum import Enum
@@ -285,22 +286,40 @@ def _sibling_group(group: dist.ProcessGroup, device: torch.device, name: str) ->
     if backend == "fake" or group.size() == 1:
         return group
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if backend == "nccl" else None
-    c10d, members = dist.distributed_c10d, dist.get_process_group_ranks(group)
+    timeout = group_timeout(group, device)
+    return _made_by_members(
+        dist.get_process_group_ranks(group), backend, f"{group.group_name}:{name}:", name, timeout, options
+    )
+
+
+def group_of_ranks(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+    """A communicator over ``ranks``, ascending, of the default group's backend: the default group where these are all ranks,
+    else a new one. Only ``ranks`` take part."""
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    key = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
+    return _made_by_members(list(ranks), dist.get_backend(), f"{key}:{name}:", name)
+
+
+def _made_by_members(
+    members: list[int], backend: str, prefix: str, name: str, timeout: timedelta | None = None, options=None
+) -> dist.ProcessGroup:
+    """A new communicator over ``members``, one more of those named ``prefix``."""
+    c10d = dist.distributed_c10d
     # dist.new_group() would involve all ranks of the world, or else name the group by how many groups this rank belongs
     # to: where its peers belong to others beside (a bridge, a pipeline's ends), they would wait for each other forever.
-    prefix = f"{group.group_name}:{name}:"
     number = sum(known.startswith(prefix) for known in c10d._world.pg_names.values())
     backend = dist.Backend(backend)
-    sibling, _ = c10d._new_process_group_helper(
-        group.size(),
-        group.rank(),
+    made, _ = c10d._new_process_group_helper(
+        len(members),
+        members.index(dist.get_rank()),
         members,
         backend,
         c10d._get_default_store(),
         f"{prefix}{number}",
         backend_options=options,
-        timeout=group_timeout(group, device) or c10d._get_default_timeout(backend),
+        timeout=timeout or c10d._get_default_timeout(backend),
         group_desc=name,
     )
-    c10d._world.pg_group_ranks[sibling] = {rank: place for place, rank in enumerate(members)}
-    return sibling
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(members)}
+    return made
