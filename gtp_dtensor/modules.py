@@ -185,8 +185,8 @@ def sharded_class(base: type[nn.Module], explicit: Forward | None) -> type[nn.Mo
         if not keep_vars:
             _share_versions(self, destination, prefix)
 
-    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        base.register_parameter(self, name, param)
+    def register_parameter(self: nn.Module, *args, **kwargs) -> None:
+        base.register_parameter(self, *args, **kwargs)
         _tell_compiled_code(self)
 
     def _apply(self: nn.Module, *args, **kwargs) -> nn.Module:
@@ -218,7 +218,8 @@ def sharded_class(base: type[nn.Module], explicit: Forward | None) -> type[nn.Mo
 def _tell_compiled_code(module: nn.Module) -> None:
     """A parameter of ``module`` may be another one now. The model's forward tells compiled code so, too, but a compiled part
     may be called without it."""
-    state: ModuleState = module.__dict__[STATE]  # compiled code that uses a sharded weight says so; whole ones are silent
+    state: ModuleState = module.__dict__[STATE]
+    # Compiled code that uses a sharded weight says so; that of whole parameters is silent.
     if not state.weights or any(member.runtime.is_compiled for member in state_members(module)):
         handles.sync_handles(module)
 
