@@ -17,6 +17,7 @@ from enum import Enum
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd import forward_ad as _forward_ad
 from torch.autograd.function import FunctionCtx
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -26,6 +27,7 @@ from . import compiled
 from .layout import new_dtensor
 from .local import cast_inputs, embedding_grad, embedding_placement, linear_weight_grad, look_up, rows_here
 from .members import STATE, small_of, state_members, weight_of
+from .modes import below_transforms, is_differentiated_otherwise
 from .reduce import wants_gradient_returned
 from .schedule import Kind
 from .small import SmallParam
@@ -72,6 +74,22 @@ def fast_apply(function: type[torch.autograd.Function]) -> Callable:
 def direct_apply(function: type[torch.autograd.Function]) -> Callable:
     """What :func:`fast_apply` calls where neither functorch nor a compiler is at work."""
     return super(torch.autograd.Function, function).apply
+
+
+def leaf_apply(function: type[torch.autograd.Function]) -> Callable:
+    """:func:`fast_apply` of a function whose only tensors are parameters: it works inside of torch.func's transforms."""
+    direct = direct_apply(function)
+
+    @functools.wraps(function.apply)
+    def apply(*args):
+        if _is_compiling():
+            return function.apply(*args)
+        if not _is_transformed():
+            return direct(*args)
+        with below_transforms():
+            return direct(*args)
+
+    return apply
 
 
 class Edge(Enum):
@@ -160,7 +178,7 @@ def reduce_small_grad(small: SmallParam, param: nn.Parameter, grad: torch.Tensor
     return None
 
 
-_apply_use_small = fast_apply(_UseSmall)
+_apply_use_small = leaf_apply(_UseSmall)
 
 
 def use_small(module: nn.Module, name: str) -> torch.Tensor:
@@ -197,7 +215,7 @@ class _Materialize(torch.autograd.Function):
         return reduce_weight_grad(weight, param, grad, edge, is_borrowed=True), None, None
 
 
-_apply_materialize = fast_apply(_Materialize)
+_apply_materialize = leaf_apply(_Materialize)
 
 
 def input_dtypes(module: nn.Module) -> set[torch.dtype]:
@@ -344,9 +362,11 @@ def gathered_backward(
 def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """``module(x)`` for a linear whose weight is sharded."""
     apply = _apply_linear
-    if _is_compiling() or _is_transformed():
+    if _is_compiling() or _is_transformed() or _forward_ad._current_level >= 0:
         if is_dynamo_compiling():
             return compiled.linear(module, x)
+        if is_differentiated_otherwise():
+            return _linear_of_gathered(module, x)
         apply = _Linear.apply
     # What weight_of and Runtime.forward_kind do, written out: each call costs.
     parameters = module._parameters
@@ -359,6 +379,15 @@ def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         x, bias, dtype = cast_inputs(x, bias, weight.compute_dtype, param_dtype is not None)
     kind = _RECOMPUTE if _current_task() != -1 else _FORWARD if _is_grad_enabled() else _INFERENCE
     return apply(x, weight.leaf, bias, weight, kind, dtype)
+
+
+def _linear_of_gathered(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """``linear`` by torch's own derivatives of every kind; the gathered weight stays as long as the graph."""
+    weight = weight_of(module, "weight")
+    bias = None if module._parameters.get("bias") is None else use_small(module, "bias")
+    x, bias, dtype = cast_inputs(x, bias, weight.compute_dtype, weight.param_dtype is not None)
+    w = materialize(module, "weight")
+    return F.linear(x, w if dtype is None else w.to(dtype), bias)
 
 
 # ---- embedding
@@ -420,6 +449,9 @@ def embedding(module: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
             f"{weight.fqn}: ids with placement {ids.placements[0]} on mesh axes {ids.device_mesh.mesh_dim_names}; "
             "a tensor-parallel embedding needs them replicated"
         )
+    if is_differentiated_otherwise() and weight.tp is None:
+        table = materialize(module, "weight")
+        return F.embedding(ids, table, module.padding_idx, scale_grad_by_freq=module.scale_grad_by_freq)
     padding_idx = -1 if module.padding_idx is None else module.padding_idx
     return _apply_embedding(
         ids, weight.leaf, weight, padding_idx, module.scale_grad_by_freq, weight.runtime.forward_kind()

@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch.autograd import _profiler_enabled
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch.autograd import _profiler_enabled, forward_ad
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -87,6 +88,21 @@ def _observed(observers: list[Observer], what: str, fqn: str, kind: Kind | None)
             observer.begin(what, fqn, kind)
             stack.callback(observer.end)
         yield
+
+
+@contextlib.contextmanager
+def below_transforms() -> Iterator[None]:
+    """Outside of all transforms of torch.func, which autograd functions that we define cannot be part of: what is made of
+    parameters alone is a constant to each of them, and belongs to the graph around them all."""
+    with contextlib.ExitStack() as stack:
+        while torch._C._are_functorch_transforms_active():
+            stack.enter_context(temporarily_pop_interpreter_stack())
+        yield
+
+
+def is_differentiated_otherwise() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is at work, to which our gradients mean nothing."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def in_backward() -> bool:

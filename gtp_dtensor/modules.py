@@ -21,7 +21,7 @@ from .explain import explain
 from .init import logical_init
 from .layout import new_dtensor, share_memory
 from .local import cast_arguments
-from .members import ROOT, STATE, ModuleState, RootState
+from .members import ROOT, STATE, ModuleState, RootState, state_members
 from .modes import in_backward
 from .wires import gemm_room, is_te, te_room
 
@@ -185,8 +185,19 @@ def sharded_class(base: type[nn.Module], explicit: Forward | None) -> type[nn.Mo
         if not keep_vars:
             _share_versions(self, destination, prefix)
 
+    def register_parameter(self: nn.Module, *args, **kwargs) -> None:
+        base.register_parameter(self, *args, **kwargs)
+        _tell_compiled_code(self)
+
+    def _apply(self: nn.Module, *args, **kwargs) -> nn.Module:
+        base._apply(self, *args, **kwargs)
+        _tell_compiled_code(self)
+        return self
+
     namespace = {
         "forward": forward,
+        "register_parameter": register_parameter,
+        "_apply": _apply,
         "__getattr__": __getattr__,
         "_save_to_state_dict": _save_to_state_dict,
         "__module__": base.__module__,
@@ -202,6 +213,15 @@ def sharded_class(base: type[nn.Module], explicit: Forward | None) -> type[nn.Mo
     if is_te(base):
         namespace.update(te_room().overrides(base))
     return type(f"GTP{base.__name__}", (base,), namespace)
+
+
+def _tell_compiled_code(module: nn.Module) -> None:
+    """A parameter of ``module`` may be another one now. The model's forward tells compiled code so, too, but a compiled part
+    may be called without it."""
+    state: ModuleState = module.__dict__[STATE]
+    # Compiled code that uses a sharded weight says so; that of whole parameters is silent.
+    if not state.weights or any(member.runtime.is_compiled for member in state_members(module)):
+        handles.sync_handles(module)
 
 
 def _share_versions(module: nn.Module, destination: dict, prefix: str) -> None:
