@@ -116,3 +116,14 @@ def test_words_are_read_by_the_watchdog_whatever_is_stuck(fabric, stuck):
     assert found == [None if stuck else [1, 0]]
     pinned = fabric._seen.data_ptr()
     assert fabric._driver.calls == [pinned, pinned + 4]
+
+
+def test_rows_too_far_apart_for_one_copy_are_copied_one_by_one(fabric):
+    """The driver takes pitches below 2 GiB: experts' rows, cut on dim 1, may be farther apart."""
+    fabric._driver.set_context(CONTEXT)
+    copies = []
+    fabric._driver.copy = lambda *args: copies.append(args) or 0
+    fabric.copy_rows(0, 8, 64, 1 << 31, 8, 3, 5)
+    assert copies == [(8 * row, 64 + (row << 31), 8, 5) for row in range(3)] and not fabric._driver.calls
+    fabric.copy_rows(0, 8, 64, (1 << 31) - 1, 8, 3, 5)
+    assert fabric._driver.calls == ["copy_2d"] and len(copies) == 3

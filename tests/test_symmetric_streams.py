@@ -15,8 +15,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from gtp_dtensor import GTPConfig, GTPStyle, stats
 from gtp_dtensor.grad_hooks import has_hooks, wants_gradient_returned
+from gtp_dtensor.transport.choice import Surroundings, reason_against
 from gtp_dtensor.transport.collective import Transfer
-from gtp_dtensor.transport.symmetric import PeerReads, Ticket
+from gtp_dtensor.transport.symmetric import PeerReads, SymmetricTransport, Ticket
 from tests.harness import ranks
 from tests.models import MLP
 from tests.reference import assert_close_to_reference, build_pair, full_gradients, local_slice, mean_square
@@ -155,3 +156,38 @@ def test_a_collectives_memory_goes_back_after_its_readers_on_another_stream():
     ):
         transfer.release()
     assert calls == ["recorded", "work", (home, "event")]
+
+
+@ranks(2)
+def test_captures_that_fail_at_different_places_leave_the_ring_in_step(mesh, rank, world_size):
+    with on_threads() as made, mock.patch.object(SymmetricTransport, "_timeout_seconds", lambda self: 5.0):
+        model, reference = build_pair(lambda: MLP((16, 32, 32, 16)))
+        parallelize_module(model, mesh["gtp"], GTPStyle(GTPConfig(graph_wgrad_ring_size=3), min_numel=30))
+        for step in range(3):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+            mean_square(model(local_slice(x, rank, world_size))).backward()
+            mean_square(reference(x)).backward()
+            assert_close_to_reference(full_gradients(model), full_gradients(reference), "gradient")
+            made[0].begin_capture()
+            if rank == 0:
+                made[0]._inbox.next_slot()
+            made[0].abandon_capture()
+
+
+@ranks(2)
+def test_the_watchdog_can_name_ranks_whose_groups_are_gone(mesh):
+    with on_threads() as made:
+        parallelize_module(MLP((16, 32, 16)), mesh["gtp"], GTPStyle(min_numel=30))
+    (transport,) = made
+    gone = mock.patch("torch.distributed.get_process_group_ranks", side_effect=KeyError)
+    with gone, mock.patch.object(transport.fabric, "read", lambda words: None):
+        message = transport._describe(transport._take_read, "", 5.0)
+    assert f"rank {transport.rank}: waited 5 s" in message and f"rank(s) {1 - transport.rank}: they died" in message
+
+
+def test_a_process_that_sees_one_gpu_is_told_so():
+    alone = [Surroundings("host", one, is_alone=True) for one in "ab"]
+    reason = reason_against(alone)
+    assert reason.startswith("rank 1 sees its own GPU only, and not that of rank 0 (CUDA_VISIBLE_DEVICES")
+    one_of_two = [alone[0], Surroundings("host", "b", frozenset("a"))]
+    assert reason_against(one_of_two).startswith("rank 0 sees its own GPU only, and not that of rank 1")

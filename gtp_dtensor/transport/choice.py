@@ -31,12 +31,14 @@ class Surroundings:
         device: its GPU, by UUID.
         reached: the GPUs that this one reaches over NVLink.
         lacks: why it cannot take part at all; None where it can.
+        is_alone: whether this process sees no GPU but its own.
     """
 
     host: str
     device: str
     reached: frozenset[str] = field(default_factory=frozenset)
     lacks: str | None = None
+    is_alone: bool = False
 
 
 def reason_against(everyones: Sequence[Surroundings], may_share: bool = False) -> str | None:
@@ -56,6 +58,11 @@ def reason_against(everyones: Sequence[Surroundings], may_share: bool = False) -
             if theirs.device == mine.device:
                 if not may_share:
                     return f"ranks {peer} and {rank} share one GPU"
+            elif mine.is_alone or theirs.is_alone:
+                return (
+                    f"rank {rank if mine.is_alone else peer} sees its own GPU only, and not that of rank "
+                    f"{peer if mine.is_alone else rank} (CUDA_VISIBLE_DEVICES, or a launcher that gives each task one GPU)"
+                )
             elif theirs.device not in mine.reached or mine.device not in theirs.reached:
                 return f"the GPUs of ranks {peer} and {rank} do not reach each other over NVLink"
     return None
@@ -137,7 +144,9 @@ def surroundings(device: torch.device) -> Surroundings:
         and torch.cuda.can_device_access_peer(device.index, index)
         and links[device.index][index]
     }
-    return Surroundings(host, uuids[device.index], frozenset(reached), _what_is_missing(device))
+    return Surroundings(
+        host, uuids[device.index], frozenset(reached), _what_is_missing(device), is_alone=len(uuids) == 1
+    )
 
 
 def _nvlinks(num_devices: int) -> list[list[int]]:

@@ -28,6 +28,7 @@ _AT_LEAST, _EQUAL = 0, 1  # CU_STREAM_WAIT_VALUE_GEQ, _EQ
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _NO_CONTEXT, _NOT_READY = 201, 600
+_MOST_PITCH = (1 << 31) - 1  # bytes, CU_DEVICE_ATTRIBUTE_MAX_PITCH of all devices
 _MOST_READ = 128  # words at once: one for each peer
 _COUNT = "_gtp_num_rendezvous"
 
@@ -224,6 +225,10 @@ class CudaFabric:
     def copy_rows(
         self, to: Address, to_pitch: int, source: Address, source_pitch: int, width: int, num_rows: int, lane: int
     ) -> None:
+        if max(to_pitch, source_pitch) > _MOST_PITCH:
+            for row in range(num_rows):
+                self.copy(to + row * to_pitch, source + row * source_pitch, width, lane)
+            return
         job = _Copy2D(
             source_memory_type=_DEVICE_MEMORY,
             source_device=source,

@@ -185,6 +185,7 @@ class SymmetricTransport(CollectiveTransport):
         super().__init__(mesh_group, device, name, gathers=False)
         self.fabric = fabric
         self.axis = axis
+        self._ranks = dist.get_process_group_ranks(mesh_group)  # not known any more when the program ends
         self._memory: weakref.WeakKeyDictionary[Shared, int] = weakref.WeakKeyDictionary()  # its bytes
         self.num_events_created = 0
         self.free_events: list = []
@@ -241,10 +242,9 @@ class SymmetricTransport(CollectiveTransport):
     def _describe(self, take: Take | Replay, detail: str, seconds: float) -> str:
         values = self.fabric.read(take.words) if take.words else None
         peers = self._peers if values is None else [p for p, v in zip(self._peers, values) if v != take.value]
-        ranks = dist.get_process_group_ranks(self.mesh_group)
-        missing = ", ".join(str(ranks[peer]) for peer in peers)
+        missing = ", ".join(str(self._ranks[peer]) for peer in peers)
         return (
-            f"GTP: mesh axis '{self.axis}' of size {self.size}, rank {ranks[self.rank]}: waited {seconds:.0f} s, the "
+            f"GTP: mesh axis '{self.axis}' of size {self.size}, rank {self._ranks[self.rank]}: waited {seconds:.0f} s, the "
             f"time-out of the process group, {take.what}{detail and ' of '}{detail}; no signal came from rank(s) "
             f"{missing}: they died, are late, or run another program (parameters written or refreshed on some ranks only)"
         )
@@ -282,6 +282,12 @@ class SymmetricTransport(CollectiveTransport):
         """See :meth:`CollectiveTransport.end_capture`."""
         self._join(self._lanes(Traffic.ALL))
         self.is_capturing = False
+
+    def abandon_capture(self) -> None:
+        """See :meth:`CollectiveTransport.abandon_capture`."""
+        self.is_capturing = False
+        if self._inbox is not None:
+            self._inbox.abandon_capture()
 
     def before_replay(self, traffic: Traffic) -> None:
         """See :meth:`CollectiveTransport.before_replay`."""
