@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gtp_dtensor.transport.cuda import _MOST_READ, CudaFabric, Driver
+from tests.harness import ranks
 
 NO_CONTEXT, NOT_READY, INVALID_HANDLE = 201, 600, 400
 CONTEXT = 77
@@ -116,6 +117,24 @@ def test_words_are_read_by_the_watchdog_whatever_is_stuck(fabric, stuck):
     assert found == [None if stuck else [1, 0]]
     pinned = fabric._seen.data_ptr()
     assert fabric._driver.calls == [pinned, pinned + 4]
+
+
+@ranks(2)
+def test_memory_that_one_rank_cannot_have_is_refused_on_all(mesh, rank):
+    """And nobody waits for that rank in the rendezvous."""
+    fabric = object.__new__(CudaFabric)
+    fabric.device = torch.device("cpu")
+
+    def allocate(*args):
+        if rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nand more")
+        return torch.ones(4096, dtype=torch.uint8)
+
+    memory = mock.patch("torch.distributed._symmetric_memory._SymmetricMemory")
+    message = "^symmetric memory: rank 1: 4096 bytes that peers reach could not be allocated: CUDA out of memory.$"
+    with memory as stand_in, pytest.raises(RuntimeError, match=message):
+        stand_in.empty_strided_p2p = allocate
+        fabric.share(mesh.get_group(), 4096)
 
 
 def test_rows_too_far_apart_for_one_copy_are_copied_one_by_one(fabric):

@@ -154,9 +154,13 @@ class CudaFabric:
 
         # Multicast objects are not needed, and where a machine's fabric manager misbehaves making one hangs.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        self._align_rendezvous(group)
-        # Not symmetric_memory.empty(), whose memory goes through a pool that differs by release.
-        tensor = symmetric_memory._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self.device)
+        tensor = error = None
+        try:
+            # Not symmetric_memory.empty(), whose memory goes through a pool that differs by release.
+            tensor = symmetric_memory._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self.device)
+        except RuntimeError as failure:
+            error = f"{num_bytes} bytes that peers reach could not be allocated: " + str(failure).partition("\n")[0]
+        self._align_rendezvous(group, error)
         tensor.zero_()
         torch.cuda.synchronize(self.device)
         handle = _rendezvous(tensor, group)
@@ -169,13 +173,18 @@ class CudaFabric:
             raise RuntimeError("symmetric memory: a tensor does not begin where its allocation does")
         return SharedMemory(tensor, ptrs, handle)
 
-    def _align_rendezvous(self, group: dist.ProcessGroup) -> None:
+    def _align_rendezvous(self, group: dist.ProcessGroup, error: str | None) -> None:
         """torch (until issue 196082 is fixed) numbers rendezvous by process, not by group: ranks that made different
-        numbers of them before wait for each other for ever. So those with fewer make some with themselves."""
+        numbers of them before wait for each other for ever. So those with fewer make some with themselves. Raises on
+        all ranks where one has an ``error``: the others would wait for it."""
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        counts: list = [None] * group.size()
-        dist.all_gather_object(counts, _num_rendezvous(), group=group)
+        everyones: list = [None] * group.size()
+        dist.all_gather_object(everyones, (_num_rendezvous(), error), group=group)
+        counts, errors = zip(*everyones)
+        for rank, found in zip(dist.get_process_group_ranks(group), errors):
+            if found is not None:
+                raise RuntimeError(f"symmetric memory: rank {rank}: {found}")
         missing = max(counts) - counts[group.rank()]
         if not missing:
             return
