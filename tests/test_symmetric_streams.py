@@ -21,6 +21,8 @@ from gtp_dtensor.transport.symmetric import PeerReads, SymmetricTransport, Ticke
 from tests.harness import ranks
 from tests.models import MLP
 from tests.reference import assert_close_to_reference, build_pair, full_gradients, local_slice, mean_square
+from tests.test_block_graphs import blocks_of, build, trained
+from tests.test_graphs import training
 from tests.test_symmetric import on_threads
 from tests.test_wires import sharded_weight
 
@@ -191,3 +193,23 @@ def test_a_process_that_sees_one_gpu_is_told_so():
     assert reason.startswith("rank 1 sees its own GPU only, and not that of rank 0 (CUDA_VISIBLE_DEVICES")
     one_of_two = [alone[0], Surroundings("host", "b", frozenset("a"))]
     assert reason_against(one_of_two).startswith("rank 0 sees its own GPU only, and not that of rank 1")
+
+
+@ranks(2)
+def test_what_autograd_adds_comes_after_replays_that_add_too(mesh, rank, world_size):
+    model = build(mesh)
+    step, _ = training(model)
+    blocks = blocks_of(model)
+    trained(model, step, rank, world_size, 3)
+    assert blocks.is_captured
+    param = model.layers[1].attention.wq.weight
+    weight = sharded_weight(model.layers[1].attention.wq)
+    waits = []
+    replay = SimpleNamespace(weights={weight}, num_gradients=1, wait=lambda: waits.append("wait"), release=lambda: None)
+    replays = weight.runtime.reducer.replays
+    replays.add(replay)
+    model.layers[0].attention.wq.weight.full_tensor().sum().backward()
+    assert not waits  # they bring nothing for that one
+    param.full_tensor().sum().backward()
+    assert waits == ["wait"]
+    replays.in_flight.clear()
