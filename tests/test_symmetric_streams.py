@@ -213,3 +213,27 @@ def test_what_autograd_adds_comes_after_replays_that_add_too(mesh, rank, world_s
     param.full_tensor().sum().backward()
     assert waits == ["wait"]
     replays.in_flight.clear()
+
+
+@ranks(2)
+@pytest.mark.parametrize("late", ["copying", "pushing"])
+def test_both_fences_hold_for_our_own_rows_too(mesh, rank, world_size, late):
+    """A gather that nobody waited for yet has the rows of before; one from another stream than wrote has the new ones."""
+    with on_threads(**{late: 0.05 if rank == 0 else 0.0}) as made:
+        model = MLP((16, 32, 16))
+        parallelize_module(model, mesh["gtp"], GTPStyle(min_numel=30))
+        model(torch.ones(2, 16))
+    (transport,), weight = made, sharded_weight(model.layers[0])
+    fabric, shard = transport.fabric, weight.compute_shard
+    old, new = shard.clone(), torch.full_like(shard, 99.0)
+    before, after = (torch.zeros(weight.buffer_shape) for _ in range(2))
+    reads = transport.all_gather(before, shard)
+    with mock.patch.object(fabric, "current", lambda: fabric.summing), transport.rewriting([weight]):
+        fabric.copy(shard.data_ptr(), new.data_ptr(), new.nbytes, fabric.summing)
+    others = transport.all_gather(after, shard)
+    reads.wait()
+    others.wait()
+    own = slice(16 * rank, 16 * (rank + 1))
+    assert torch.equal(before[own], old) and not (before == 99.0).any() and (after == 99.0).all()
+    reads.release()
+    others.release()
