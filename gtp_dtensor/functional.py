@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from . import compiled
+from .grad_hooks import wants_gradient_returned
 from .layout import new_dtensor
 from .local import cast_inputs, embedding_grad, embedding_placement, linear_weight_grad, look_up, rows_here
 from .members import STATE, small_of, state_members, weight_of
 from .modes import below_transforms, is_differentiated_otherwise
-from .reduce import wants_gradient_returned
 from .schedule import Kind
 from .small import SmallParam
 from .weight import Lease, ShardedWeight

@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from .grad_hooks import has_hooks
 from .plan import clean_fqn
 from .weight import ShardedWeight
 
@@ -144,7 +145,7 @@ def _named_hook(hook: Callable, fqn: str) -> Callable:
 
 def hooked_parameters(model: nn.Module) -> list[str]:
     """FQNs of parameters with hooks on their gradients."""
-    return [clean_fqn(n) for n, p in model.named_parameters() if any(getattr(p, name, None) for name in _HOOKS)]
+    return [clean_fqn(n) for n, p in model.named_parameters() if has_hooks(p)]
 
 
 # ---- optimizers

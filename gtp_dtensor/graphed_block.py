@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .functional import Edge, engine_edges
+from .grad_hooks import guard_gradient, wants_gradient_returned
 from .graph_borders import Handover, PendingReplay, RingWriter
 from .graph_capture import Part, RuntimesReplay, leaves_apart
 from .graph_checks import GraphError, Held
@@ -20,7 +21,6 @@ from .layout import new_dtensor
 from .members import model_members
 from .modes import in_backward
 from .plan import clean_fqn
-from .reduce import wants_gradient_returned
 from .small import SmallParam
 from .weight import ShardedWeight
 from .wires import is_te
@@ -388,6 +388,8 @@ class Block:
             for member in self.weights
             if member.param.requires_grad
         }
+        for member in self._grads:
+            guard_gradient(member, member.param)
         self._bring_gradients()
 
     def _bring_gradients(self) -> None:

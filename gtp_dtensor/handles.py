@@ -9,9 +9,9 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from .grad_hooks import wants_gradient_returned
 from .layout import TPLayout, share_memory
 from .members import STATE, ModuleState, small_of, weight_of
-from .reduce import wants_gradient_returned
 from .weight import ShardedWeight
 
 _OWNER = "_gtp_owner"  # attribute of a token: (weak reference to the module, name of the parameter)

@@ -206,6 +206,10 @@ class PendingPush:
         self._total = total
         self._ticket = ticket
 
+    def wait(self) -> None:
+        """What the current stream does next comes after the sum."""
+        self._ticket.wait()
+
     def rows(self, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
         """See :meth:`PendingSum.rows`."""
         self._ticket.wait()

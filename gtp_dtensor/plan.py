@@ -15,6 +15,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from .grad_hooks import has_hooks
 from .layout import TPLayout, axis_name, tp_layout
 from .members import STATE, state_members
 from .steps import SUCCESSOR
@@ -132,7 +133,7 @@ class Plan:
             if self.te is not None:
                 self.te.check(param, what)
             olds = self.replaced.get(id(param), [param])
-            if any(old._backward_hooks or getattr(old, "_post_accumulate_grad_hooks", None) for old in olds):
+            if any(map(has_hooks, olds)):
                 raise ValueError(
                     f"{what} has gradient hooks, and {self.axis} replaces the parameter: register them afterwards"
                 )

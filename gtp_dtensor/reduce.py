@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from .accumulation import sums_here
 from .checks import GRADIENT, GRADIENTS, RETURNED, check_grad, check_peers
+from .grad_hooks import guard_gradient
 from .layout import RowCut, new_dtensor, share_storage
 from .modes import is_plain, own_ops, plain_ops
 from .pending import Pending, PendingParts, PendingPush, PendingSum, Stage, may_be_scaled_later, room_in_grad, scaled
@@ -140,6 +141,13 @@ class Reducer:
         for replay in list(self.replays.in_flight):
             if weight in replay.weights:
                 replay.wait()
+
+    def await_sums(self, weight: ShardedWeight) -> None:
+        """The current stream comes after what was enqueued elsewhere and writes the gradient of ``weight`` itself."""
+        for reduction in self._in_flight:
+            if reduction.is_in_grad and reduction.weight is weight:
+                reduction.wait()
+        self._await_replays(weight)
 
     def _to_replicas(self, reduction: Pending) -> None:
         proceed = self._keep_back if reduction.weight.keeps_back else self._go_on
@@ -299,6 +307,7 @@ class Reducer:
             total, adds = room_in_grad(param)
         is_in_grad = total is not None
         if is_in_grad:
+            guard_gradient(weight, param)
             scale = runtime.gradient_scale
         else:
             total = grad.new_empty(weight.shard_shape, dtype=torch.float32)
@@ -507,8 +516,3 @@ def _sum_of(small: SmallParam, before: SmallGrad | None, grad: SmallGrad) -> Sma
     partial = partial.clone()
     dist.all_reduce(partial, group=small.tp.mesh.get_group())
     return param, done + partial, False
-
-
-def wants_gradient_returned(param: nn.Parameter) -> bool:
-    """Whether autograd has to get the reduced gradient itself: hooks must see it, or it flows on from a non-leaf."""
-    return not param.is_leaf or bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)

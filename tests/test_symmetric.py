@@ -461,24 +461,26 @@ def test_what_cannot_be_served_is_refused_by_name(mesh):
 
 
 @ranks(2)
-@pytest.mark.parametrize("fails_on", [None, 1])
-def test_auto_is_symmetric_where_all_ranks_can(mesh, rank, fails_on):
+@pytest.mark.parametrize("fails_on, fails_at", [(None, None), (1, "fabric"), (1, "memory")])
+def test_auto_is_symmetric_where_all_ranks_can(mesh, rank, fails_on, fails_at):
     """And collective where sharing memory fails on one of them, which the others cannot know."""
     built = []
 
-    def build(*args):
-        if rank == fails_on:
+    def build(*args, at="memory"):
+        if rank == fails_on and at == fails_at:
             raise RuntimeError("pidfd_getfd: Operation not permitted\nand where that came from")
-        built.append(args)
+        built.append(at)
         return "symmetric"
 
     with (
         mock.patch.object(choice, "_reason_against", lambda *args, **options: None),
         mock.patch.object(choice, "_symmetric", build),
+        mock.patch.object(choice, "_fabric", lambda device: build(at="fabric")),
         mock.patch.object(choice.logger, "info") as info,
     ):
         found = choice.choose_transport("auto", mesh, torch.device("cpu"), "gtp")
-    assert len(built) == (rank != fails_on)
+    if fails_at == "fabric":
+        assert "memory" not in built
     if fails_on is None:
         assert found == "symmetric"
     else:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .collective import CollectiveTransport
+from .fabric import Fabric
 from .symmetric import SymmetricTransport
 
 logger = logging.getLogger(__name__)
@@ -31,12 +33,14 @@ class Surroundings:
         device: its GPU, by UUID.
         reached: the GPUs that this one reaches over NVLink.
         lacks: why it cannot take part at all; None where it can.
+        is_alone: whether this process sees no GPU but its own.
     """
 
     host: str
     device: str
     reached: frozenset[str] = field(default_factory=frozenset)
     lacks: str | None = None
+    is_alone: bool = False
 
 
 def reason_against(everyones: Sequence[Surroundings], may_share: bool = False) -> str | None:
@@ -56,6 +60,11 @@ def reason_against(everyones: Sequence[Surroundings], may_share: bool = False) -
             if theirs.device == mine.device:
                 if not may_share:
                     return f"ranks {peer} and {rank} share one GPU"
+            elif mine.is_alone or theirs.is_alone:
+                return (
+                    f"rank {rank if mine.is_alone else peer} sees its own GPU only, and not that of rank "
+                    f"{peer if mine.is_alone else rank} (CUDA_VISIBLE_DEVICES, or a launcher that gives each task one GPU)"
+                )
             elif theirs.device not in mine.reached or mine.device not in theirs.reached:
                 return f"the GPUs of ranks {peer} and {rank} do not reach each other over NVLink"
     return None
@@ -82,7 +91,7 @@ def choose_transport(requested: str, mesh: DeviceMesh, device: torch.device, nam
         )
     if reason is None:
         if requested == "symmetric":
-            transport = _symmetric(group, device, name, axis)
+            transport = _symmetric(group, device, name, axis, _fabric(device))
         else:
             transport, reason = _symmetric_if_all_can(group, device, name, axis)
     if group.rank() == 0:
@@ -91,10 +100,16 @@ def choose_transport(requested: str, mesh: DeviceMesh, device: torch.device, nam
     return transport if reason is None else CollectiveTransport(group, device, name)
 
 
-def _symmetric(group: dist.ProcessGroup, device: torch.device, name: str, axis: str) -> SymmetricTransport:
+def _fabric(device: torch.device) -> Fabric:
     from .cuda import CudaFabric
 
-    return SymmetricTransport(group, device, name, CudaFabric(device), axis)
+    return CudaFabric(device)
+
+
+def _symmetric(
+    group: dist.ProcessGroup, device: torch.device, name: str, axis: str, fabric: Fabric
+) -> SymmetricTransport:
+    return SymmetricTransport(group, device, name, fabric, axis)
 
 
 def _symmetric_if_all_can(
@@ -102,15 +117,24 @@ def _symmetric_if_all_can(
 ) -> tuple[SymmetricTransport | None, str | None]:
     """(the transport, None), or where sharing memory fails on some rank, as in containers that forbid it, (None, the
     reason): on all ranks alike."""
-    transport = error = None
+    # Whoever has no fabric must not be waited for in what follows, which is collective.
+    fabric, reason = _if_all_can(group, lambda: _fabric(device))
+    if reason is not None:
+        return None, reason
+    return _if_all_can(group, lambda: _symmetric(group, device, name, axis, fabric))
+
+
+def _if_all_can(group: dist.ProcessGroup, make: Callable[[], Any]) -> tuple[Any, str | None]:
+    """(what it made, None), or where it raised on some rank, (None, the reason)."""
+    made = error = None
     try:
-        transport = _symmetric(group, device, name, axis)
+        made = make()
     except RuntimeError as failure:
         error = str(failure).partition("\n")[0]
     errors: list = [None] * group.size()
     dist.all_gather_object(errors, error, group=group)
     rank = next((rank for rank, found in enumerate(errors) if found is not None), None)
-    return (transport, None) if rank is None else (None, f"rank {rank} could not share memory: {errors[rank]}")
+    return (made, None) if rank is None else (None, f"rank {rank} could not share memory: {errors[rank]}")
 
 
 def _reason_against(group: dist.ProcessGroup, device: torch.device, may_share: bool) -> str | None:
@@ -137,7 +161,9 @@ def surroundings(device: torch.device) -> Surroundings:
         and torch.cuda.can_device_access_peer(device.index, index)
         and links[device.index][index]
     }
-    return Surroundings(host, uuids[device.index], frozenset(reached), _what_is_missing(device))
+    return Surroundings(
+        host, uuids[device.index], frozenset(reached), _what_is_missing(device), is_alone=len(uuids) == 1
+    )
 
 
 def _nvlinks(num_devices: int) -> list[list[int]]:

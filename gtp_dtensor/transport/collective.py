@@ -102,7 +102,8 @@ class Transfer:
 
     def _hand_back(self) -> None:
         """The home stream waits for the transfer and for the readers on this stream."""
-        home = torch.cuda.Stream(*self._home)
+        stream_id, device_index, device_type = self._home
+        home = torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
         read = torch.cuda.current_stream(self._home[1]).record_event()
         with torch.cuda.stream(home):
             self._work.wait()

@@ -49,7 +49,7 @@ class Inbox:
         self.shared = shared  # keeps the peers' memory mapped
         self.part_bytes = part_bytes
         self._slots = slots
-        self._count = 0
+        self._count = self._count_before = 0
 
     def next_slot(self) -> Slot:
         slot = self._slots[self._count % len(self._slots)]
@@ -58,8 +58,13 @@ class Inbox:
 
     def begin_capture(self) -> None:
         """Events of another capture mean nothing to this one."""
+        self._count_before = self._count
         for slot in self._slots:
             slot.is_captured = False
+
+    def abandon_capture(self) -> None:
+        """It failed, on each rank perhaps at another place: all go on from the slot that it began with."""
+        self._count = self._count_before
 
 
 @dataclass(slots=True)

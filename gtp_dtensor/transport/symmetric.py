@@ -110,13 +110,14 @@ class PeerReads:
 
 
 class Ticket:
-    """A reduction in flight."""
+    """A reduction in flight. ``home``: the stream that its memory was allocated on."""
 
-    __slots__ = ("_transport", "_done")
+    __slots__ = ("_transport", "_done", "_home")
 
-    def __init__(self, transport: SymmetricTransport, done: Any) -> None:
+    def __init__(self, transport: SymmetricTransport, done: Any, home: Lane) -> None:
         self._transport = transport
         self._done = done
+        self._home = home
 
     def wait(self) -> None:
         """Order the current stream after the sum, and after all that read the gradient."""
@@ -125,11 +126,17 @@ class Ticket:
             fabric.wait(fabric.current(), self._done)
 
     def release(self) -> None:
-        """:meth:`wait`, for the last time."""
-        self.wait()
-        if self._done is not None:
-            self._transport.free_events.append(self._done)
-            self._done = None
+        """:meth:`wait`, for the last time: the memory may be reused by what the stream that it was allocated on does
+        next."""
+        if self._done is None:
+            return
+        fabric = self._transport.fabric
+        now, done, self._done = fabric.current(), self._done, None
+        fabric.wait(now, done)
+        if now != self._home:
+            fabric.record(done, now)  # after what reads the sum
+            fabric.wait(self._home, done)
+        self._transport.free_events.append(done)
 
     def discard(self) -> None:
         """See :meth:`~.collective.Transfer.discard`."""
@@ -178,6 +185,7 @@ class SymmetricTransport(CollectiveTransport):
         super().__init__(mesh_group, device, name, gathers=False)
         self.fabric = fabric
         self.axis = axis
+        self._ranks = dist.get_process_group_ranks(mesh_group)  # not known any more when the program ends
         self._memory: weakref.WeakKeyDictionary[Shared, int] = weakref.WeakKeyDictionary()  # its bytes
         self.num_events_created = 0
         self.free_events: list = []
@@ -234,10 +242,9 @@ class SymmetricTransport(CollectiveTransport):
     def _describe(self, take: Take | Replay, detail: str, seconds: float) -> str:
         values = self.fabric.read(take.words) if take.words else None
         peers = self._peers if values is None else [p for p, v in zip(self._peers, values) if v != take.value]
-        ranks = dist.get_process_group_ranks(self.mesh_group)
-        missing = ", ".join(str(ranks[peer]) for peer in peers)
+        missing = ", ".join(str(self._ranks[peer]) for peer in peers)
         return (
-            f"GTP: mesh axis '{self.axis}' of size {self.size}, rank {ranks[self.rank]}: waited {seconds:.0f} s, the "
+            f"GTP: mesh axis '{self.axis}' of size {self.size}, rank {self._ranks[self.rank]}: waited {seconds:.0f} s, the "
             f"time-out of the process group, {take.what}{detail and ' of '}{detail}; no signal came from rank(s) "
             f"{missing}: they died, are late, or run another program (parameters written or refreshed on some ranks only)"
         )
@@ -275,6 +282,12 @@ class SymmetricTransport(CollectiveTransport):
         """See :meth:`CollectiveTransport.end_capture`."""
         self._join(self._lanes(Traffic.ALL))
         self.is_capturing = False
+
+    def abandon_capture(self) -> None:
+        """See :meth:`CollectiveTransport.abandon_capture`."""
+        self.is_capturing = False
+        if self._inbox is not None:
+            self._inbox.abandon_capture()
 
     def before_replay(self, traffic: Traffic) -> None:
         """See :meth:`CollectiveTransport.before_replay`."""
@@ -423,7 +436,8 @@ class SymmetricTransport(CollectiveTransport):
             pieces = pieces_of(weight.cut, weight.tp_local_shape, self.size, inbox.part_bytes // itemsize)
             weight.route = itemsize, pieces
         done, pushing, summing = self._event(), fabric.pushing, fabric.summing
-        fabric.record(done, fabric.current())
+        home = fabric.current()
+        fabric.record(done, home)
         fabric.wait(pushing, done)
         base = grad.data_ptr()
         for piece in pieces:
@@ -451,7 +465,7 @@ class SymmetricTransport(CollectiveTransport):
                 fabric.record(slot.given, summing)
                 slot.is_captured = True
         fabric.record(done, summing)
-        return Ticket(self, done)
+        return Ticket(self, done, home)
 
     def _sum_piece(
         self, piece: Piece, slot: Slot, grad: torch.Tensor, out: torch.Tensor, scale: float, adds: bool
