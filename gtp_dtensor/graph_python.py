@@ -27,7 +27,7 @@ class Decisions:
     What the captured Python changes itself does not count: :meth:`note_captured`.
 
     Args:
-        with_root: hooks of ``model`` itself count; else they run around graphs.
+        with_root: hooks and ``forward`` of ``model`` itself count; else they run around graphs.
     """
 
     def __init__(
@@ -45,6 +45,9 @@ class Decisions:
             for kind in _HOOKS_OF_CALLS
         ] + [(f"the hooks of {type(o).__name__}", getattr(o, kind)) for o in optimizers for kind in _HOOKS_OF_STEPS]
         self._before = [_attributes(module) for _, module in self._modules]
+        self._forwards = self._modules if with_root else self._modules[1:]
+        if not with_root:
+            self._before[0].pop("forward", None)
         self._numbers: list[tuple[str, dict, tuple, Callable, Any]] = []
         self._objects: list[tuple[str, dict, str, Any]] = []
         self.note_captured()
@@ -61,8 +64,9 @@ class Decisions:
                 self._numbers.append((name, table, keys, read, read(table)))
             objects = ((key, value) for key, value in kept.items() if not isinstance(value, _NUMBERS))
             self._objects += [(_of(name, key), table, key, value) for key, value in objects]
-            if "forward" not in table:
-                self._objects.append((_of(name, "forward"), table, "forward", None))
+        for name, module in self._forwards:
+            if "forward" not in module.__dict__:
+                self._objects.append((_of(name, "forward"), module.__dict__, "forward", None))
         self._with_hooks = [(what, hooks, list(hooks)) for what, hooks in self._hooks if hooks]
         self._without = [(what, hooks) for what, hooks in self._hooks if not hooks]
         self._of_gradients = [_hooks_of_gradient(param) for _, param in self._params]
