@@ -125,6 +125,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block: Block, anchor: torch.Tensor, *inputs: torch.Tensor):
         ctx.block = block
+        ctx.inputs = [(_is_watched(given), weakref.ref(given)) for given in inputs]
         ctx.made = block.replay_forward(inputs)
         block.awaited = weakref.ref(ctx.made)
         outputs = tuple(output.detach() for output in block.outputs)
@@ -142,7 +143,10 @@ class _Replay(torch.autograd.Function):
                 f"{ctx.block.fqn}: gradients of some tensors only were asked for (torch.autograd.grad, inputs=), and the graph "
                 "of this block computes all: call backward(), or release() the graphs"
             )
-        return None, None, *ctx.block.replay_backward(ctx.made, grads)
+        found = ctx.block.replay_backward(ctx.made, grads)
+        # The next replay writes to these: where somebody may keep one, a copy.
+        watched = [was_watched or _is_watched(given()) for was_watched, given in ctx.inputs]
+        return None, None, *(g.clone() if g is not None and is_kept else g for g, is_kept in zip(found, watched))
 
 
 class Block:
@@ -317,8 +321,9 @@ class Block:
         def body() -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
             for static in self._inputs:
                 static.grad = None
-            # Kept alive: no other graph gets the memory of these activations.
-            torch.autograd.backward(self._live, self._output_grads, retain_graph=True)
+            # As where backward() is called usually. Kept alive: no other graph gets the memory of these activations.
+            with torch.autocast(self._anchor.device.type, enabled=False):
+                torch.autograd.backward(self._live, self._output_grads, retain_graph=True)
             smalls.update(self.owner.runtimes.take_small())
             return [static.grad for static in self._inputs], [grad for _, grad, _ in smalls.values()]
 
@@ -442,6 +447,11 @@ class Block:
         if not all(runtime.config.async_reduction for runtime in runtimes):
             for runtime in runtimes:
                 runtime.reducer.replays.receive()
+
+
+def _is_watched(tensor: torch.Tensor | None) -> bool:
+    """Whether its gradient goes to somebody beside autograd's graph."""
+    return tensor is not None and (tensor.is_leaf or tensor.retains_grad or bool(tensor._backward_hooks))
 
 
 def graphed_modules(model: nn.Module) -> list[str]:

@@ -339,3 +339,63 @@ def test_settings_on_the_cpu():
         check_optimizers([optimizer], {})
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
     check_optimizers([optimizer], {})
+
+
+@ranks(2)
+def test_gradients_of_inputs_are_the_users(mesh, rank, world_size):
+    """The next replay writes the graph's own memory: what somebody keeps is not that."""
+    results = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])})
+        model.forward = lambda x, layers=model["layers"]: layers[1](layers[0](x).tanh())
+        parallelize_module(model, mesh, GTPStyle(GTPConfig(), min_numel=30))
+        if is_graphed:
+            blocks = blocks_of(model)
+        leaf = torch.ones(2, 16, requires_grad=True)
+        kept = []
+
+        def keep(module, args, kept=kept):
+            if not args[0].is_leaf:
+                kept.append(args[0])
+                args[0].retain_grad() if len(kept) % 2 else args[0].register_hook(lambda grad: kept.append(grad))
+
+        model["layers"][1].register_forward_pre_hook(keep)
+        for n in range(6):
+            if n == 3:  # a replay brings a new one
+                leaf.grad = None
+            model(leaf).square().sum().mul(n + 1).backward()
+        grads = [one.grad if one.requires_grad and one.retains_grad else one.detach() for one in kept]
+        results.append([leaf.grad, *grads])
+    assert blocks.num_replays == 2 * 2 * 4 and blocks.num_eager == 0 and len(results[0]) > 6
+    for n, (one, other) in enumerate(zip(*results)):
+        assert torch.equal(one, other), n
+
+
+class _Tells(torch.autograd.Function):
+    seen = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        _Tells.seen.append(torch.is_autocast_enabled("cpu"))
+        return grad
+
+
+@ranks(2)
+def test_backwards_are_captured_without_autocast(mesh, rank, world_size):
+    """As they run where only the forward is under it, although a forward of the model is what captures."""
+    model = build_blocks(mesh, GTPConfig())
+    model.layers[1].ffn_norm.register_forward_hook(lambda module, args, y: _Tells.apply(y))
+    blocks = blocks_of(model)
+    _Tells.seen.clear()
+    for n in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(tokens_of(n, rank, world_size)[0])
+            assert blocks.is_captured is (n == 2)
+        if n < 2:
+            y.float().square().mean().backward()
+    assert _Tells.seen == [False] * 3  # of which the last one is of the capture
