@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .plan import clean_fqn
 from .weight import ShardedWeight
@@ -169,6 +170,39 @@ def hooked_parameters(model: nn.Module) -> list[str]:
 
 
 # ---- optimizers
+
+
+class Steppers:
+    """Optimizers that step while a step runs without a graph, and that nobody named: their numbers would not be looked after.
+
+    Args:
+        named: those that were.
+    """
+
+    def __init__(self, named: Sequence[torch.optim.Optimizer]) -> None:
+        self._named = named
+        self.found: dict[str, None] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a step."""
+        handle = register_optimizer_step_pre_hook(self._note)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _note(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if not any(optimizer is one for one in self._named):
+            self.found[type(optimizer).__name__] = None
+
+    def refuse(self) -> None:
+        """Raise :class:`GraphError` where there are any."""
+        if self.found:
+            raise GraphError(
+                f"the step calls step() of {' and '.join(self.found)}, which graph_step() was not given: give it all optimizers, "
+                "graph_step(step, model, [...]), those inside of others too"
+            )
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], names: dict[int, str]) -> None:

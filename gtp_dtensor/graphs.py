@@ -19,6 +19,7 @@ from .graph_checks import (
     Held,
     HostReads,
     Places,
+    Steppers,
     autocast_modes,
     check_optimizers,
     first_difference,
@@ -148,7 +149,7 @@ class GraphedStep:
         self._max_graphs = max_graphs
         self._clone_outputs = clone_outputs
         self._runtimes = Runtimes(model)
-        self._reads = HostReads(model)
+        self._reads, self._steppers = HostReads(model), Steppers(self._optimizers)
         self._num_warmed: dict[tuple, int] = {}
         self._dropped: dict[tuple, set[str]] = {}  # whose gradients steps begin by dropping
         self._graphs: dict[tuple, _Graph] = {}
@@ -182,6 +183,7 @@ class GraphedStep:
         self._num_warmed.clear()
         self._dropped.clear()
         self._reads.found.clear()
+        self._steppers.found.clear()
         self._recorder.release()
 
     def release(self) -> None:
@@ -254,7 +256,7 @@ class GraphedStep:
         gradients = Gradients(self._model)
         watches = num == _LEAST_WARMUP_STEPS and self._device.type == "cuda"
         with self._recorder.apart():
-            with self._reads.watching() if watches else contextlib.nullcontext():
+            with self._steppers.watching(), self._reads.watching() if watches else contextlib.nullcontext():
                 outputs = _detached(self.eager(*args, **kwargs))
             self._runtimes.settle()
         self._dropped.setdefault(key, set()).update(gradients.dropped())
@@ -262,6 +264,7 @@ class GraphedStep:
 
     def _capture(self, key: tuple, leaves: list, tree: Any) -> _Graph:
         self._reads.refuse()
+        self._steppers.refuse()
         blocks = graphed_modules(self._model)
         if blocks:
             raise GraphError(

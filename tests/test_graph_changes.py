@@ -399,3 +399,25 @@ def test_backwards_are_captured_without_autocast(mesh, rank, world_size):
         if n < 2:
             y.float().square().mean().backward()
     assert _Tells.seen == [False] * 3  # of which the last one is of the capture
+
+
+@ranks(2)
+def test_optimizers_that_were_not_named(mesh, rank, world_size):
+    """Their learning rates and states would go unnoticed."""
+    model = build(mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(tokens):
+        loss = model(tokens[0]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, loss
+
+    graph, _ = graphed(step, model)
+    trained(graph, rank, world_size, 2)
+    with pytest.raises(GraphError, match=r"calls step\(\) of SGD, which graph_step\(\) was not given"):
+        trained(graph, rank, world_size, 1)
+    graph, _ = graphed(step, model, optimizer)
+    trained(graph, rank, world_size, 3)
+    assert graph.num_replays == 1
