@@ -173,7 +173,8 @@ def hooked_parameters(model: nn.Module) -> list[str]:
 
 
 class Steppers:
-    """Optimizers that step while a step runs without a graph, and that nobody named: their numbers would not be looked after.
+    """Optimizers that step, while a step runs without a graph, on parameters of none that was named: their numbers would not be
+    looked after.
 
     Args:
         named: those that were.
@@ -193,7 +194,9 @@ class Steppers:
             handle.remove()
 
     def _note(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        if not any(optimizer is one for one in self._named):
+        # One that holds others may be called in their place.
+        named = {id(param) for one in self._named for group in one.param_groups for param in group["params"]}
+        if any(id(param) not in named for group in optimizer.param_groups for param in group["params"]):
             self.found[type(optimizer).__name__] = None
 
     def refuse(self) -> None:
