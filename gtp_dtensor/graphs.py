@@ -71,9 +71,10 @@ def graph_step(
     tensor (``AdamW(lr=torch.tensor(1e-3, device="cuda"), capturable=True, fused=True)``), which schedulers write to.
 
     Args:
-        step: of tensors, in any nesting of tuples, lists and dicts, and constants.
+        step: of tensors, in any nesting of tuples, lists and dicts, and constants. Those in pinned memory of the CPU must
+            not be written before they are copied, as with ``non_blocking=True``.
         model: whose weights it uses; under GTP in parts, as a whole, or not at all.
-        optimizers: that it steps; none for an evaluation.
+        optimizers: that it steps, all of them; none for an evaluation.
         num_warmup_steps: how many steps of each kind (shapes, constants, train or eval) run before one is captured. At
             least two, and more while ``look_ahead_bytes`` is being planned.
         max_graphs: how many kinds there may be. Each has a graph and its inputs, all share the memory that is used within.
