@@ -30,7 +30,7 @@ import torch.nn as nn
 from .graph_borders import BorderMemory, GradientRing, Handover
 from .graph_capture import CudaRecorder, Recorder, Runtimes
 from .graph_checks import GraphError, HostReads, Places
-from .graphed_block import Block, Graph
+from .graphed_block import Block, Graph, graphed_modules
 from .modes import in_backward
 from .plan import clean_fqn
 
@@ -126,6 +126,9 @@ class GraphedBlocks:
                 "unset it"
             )
         found = _outermost(model, modules)
+        graphed = graphed_modules(model)
+        if graphed:
+            raise ValueError(f"graph_blocks: {graphed[0]} is a graph already, or will be one: release() those first")
         self._model = model
         self.recorder = recorder
         self._num_warmup_passes = max(num_warmup_passes, _LEAST_WARMUP_PASSES)

@@ -46,6 +46,12 @@ def has_hooks(param: torch.Tensor) -> bool:
     return bool(hooks) and (len(hooks) > 1 or _GUARD not in hooks) or bool(param._post_accumulate_grad_hooks)
 
 
+def hooks_of_others(param: torch.Tensor) -> list[tuple[dict, object]]:
+    """(where it is kept, its key there) of each of others' hooks on the gradient of ``param``."""
+    kept = (param._backward_hooks, param._post_accumulate_grad_hooks)
+    return [(hooks, key) for hooks in kept if hooks for key in hooks if key != _GUARD]
+
+
 def wants_gradient_returned(param: nn.Parameter) -> bool:
     """Whether autograd has to get the reduced gradient itself: hooks must see it, or it flows on from a non-leaf."""
     return not param.is_leaf or has_hooks(param)

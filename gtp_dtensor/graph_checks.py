@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .grad_hooks import has_hooks
+from .grad_hooks import has_hooks, hooks_of_others
 from .plan import clean_fqn
 from .weight import ShardedWeight
 
 _SAID = "called a synchronizing CUDA operation"  # by torch's debug mode
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class GraphError(RuntimeError):
@@ -123,11 +123,9 @@ def named_hooks(model: nn.Module) -> Iterator[None]:
     saved = []
     try:
         for name, param in model.named_parameters():
-            for attribute in _HOOKS:
-                hooks = getattr(param, attribute, None)
-                for key, hook in list((hooks or {}).items()):
-                    saved.append((hooks, key, hook))
-                    hooks[key] = _named_hook(hook, clean_fqn(name))
+            for hooks, key in hooks_of_others(param):
+                saved.append((hooks, key, hooks[key]))
+                hooks[key] = _named_hook(hooks[key], clean_fqn(name))
         yield
     finally:
         for hooks, key, hook in saved:
@@ -143,12 +141,67 @@ def _named_hook(hook: Callable, fqn: str) -> Callable:
     return named
 
 
+def autocast_modes() -> tuple:
+    """Autocast as it is now."""
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu"))
+
+
+def refuse_written(inputs: Iterable[tuple[torch.Tensor, int]], what: str) -> None:
+    """Raise :class:`GraphError` where an input was written since it had that version: it is a copy of what was given.
+
+    Args:
+        what: was captured.
+    """
+    for number, (tensor, version) in enumerate(inputs):
+        if tensor._version != version:
+            raise GraphError(
+                f"{what} writes to tensor {number} of its inputs, of shape {tuple(tensor.shape)}: a graph has inputs of its own, "
+                "and what was given would stay as it is. Return what it computes, or write to a tensor that is no argument"
+            )
+
+
 def hooked_parameters(model: nn.Module) -> list[str]:
     """FQNs of parameters with hooks on their gradients."""
     return [clean_fqn(n) for n, p in model.named_parameters() if has_hooks(p)]
 
 
 # ---- optimizers
+
+
+class Steppers:
+    """Optimizers that step, while a step runs without a graph, on parameters of none that was named: their numbers would not be
+    looked after.
+
+    Args:
+        named: those that were.
+    """
+
+    def __init__(self, named: Sequence[torch.optim.Optimizer]) -> None:
+        self._named = named
+        self.found: dict[str, None] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a step."""
+        handle = register_optimizer_step_pre_hook(self._note)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _note(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        # One that holds others may be called in their place.
+        named = {id(param) for one in self._named for group in one.param_groups for param in group["params"]}
+        if any(id(param) not in named for group in optimizer.param_groups for param in group["params"]):
+            self.found[type(optimizer).__name__] = None
+
+    def refuse(self) -> None:
+        """Raise :class:`GraphError` where there are any."""
+        if self.found:
+            raise GraphError(
+                f"the step calls step() of {' and '.join(self.found)}, which graph_step() was not given: give it all optimizers, "
+                "graph_step(step, model, [...]), those inside of others too"
+            )
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], names: dict[int, str]) -> None:
@@ -165,6 +218,13 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], names: dict[in
                     f"{what} with capturable=False (param_groups[{number}]) cannot be captured: make it with capturable=True "
                     f"(and fused=True, which is fastest), or call step() outside of the graph"
                 )
+            on_device = any(param.device.type != "cpu" for param in group["params"])
+            for key, value in group.items():
+                if isinstance(value, torch.Tensor) and value.device.type == "cpu" and on_device:
+                    raise GraphError(
+                        f"{what}.param_groups[{number}]['{key}'] is a tensor on the CPU, whose value a graph has for good, or "
+                        f'reads too late: make it on the device of the weights ({key}=torch.tensor(..., device="cuda"))'
+                    )
         for param, state in optimizer.state.items():
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor) and value.device.type == "cpu" and param.device.type != "cpu":
@@ -305,9 +365,10 @@ class Gradients:
         self._after: list[torch.Tensor | None] = []
 
     def dropped(self) -> set[str]:
-        """FQNs of parameters whose gradient the step, which is over, began by dropping."""
-        pairs = zip(self._params, self._before)
-        return {fqn for (fqn, param), before in pairs if before is not None and param.grad is not before}
+        """FQNs of parameters whose gradient the step, which is over, began by dropping. Where none is there any more, the
+        step may have ended by that, and have added to it before."""
+        grads = ((fqn, before, param.grad) for (fqn, param), before in zip(self._params, self._before))
+        return {fqn for fqn, before, now in grads if before is not None and now is not None and now is not before}
 
     def note_captured(self, dropped: set[str]) -> None:
         """The step was captured, and none of its replays has run. ``dropped``: of steps before, see there."""

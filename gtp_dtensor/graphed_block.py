@@ -16,7 +16,8 @@ from .functional import Edge, engine_edges
 from .grad_hooks import guard_gradient, wants_gradient_returned
 from .graph_borders import Handover, PendingReplay, RingWriter
 from .graph_capture import Part, RuntimesReplay, leaves_apart
-from .graph_checks import GraphError, Held
+from .graph_checks import GraphError, Held, autocast_modes, refuse_written
+from .graph_python import Decisions, trained_attributes
 from .layout import new_dtensor
 from .members import model_members
 from .modes import in_backward
@@ -124,6 +125,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block: Block, anchor: torch.Tensor, *inputs: torch.Tensor):
         ctx.block = block
+        ctx.inputs = [(_is_watched(given), weakref.ref(given)) for given in inputs]
         ctx.made = block.replay_forward(inputs)
         block.awaited = weakref.ref(ctx.made)
         outputs = tuple(output.detach() for output in block.outputs)
@@ -141,7 +143,10 @@ class _Replay(torch.autograd.Function):
                 f"{ctx.block.fqn}: gradients of some tensors only were asked for (torch.autograd.grad, inputs=), and the graph "
                 "of this block computes all: call backward(), or release() the graphs"
             )
-        return None, None, *ctx.block.replay_backward(ctx.made, grads)
+        found = ctx.block.replay_backward(ctx.made, grads)
+        # The next replay writes to these: where somebody may keep one, a copy.
+        watched = [was_watched or _is_watched(given()) for was_watched, given in ctx.inputs]
+        return None, None, *(g.clone() if g is not None and is_kept else g for g, is_kept in zip(found, watched))
 
 
 class Block:
@@ -168,7 +173,7 @@ class Block:
         self.sample: tuple[list, Any, list[bool]] | None = (
             None  # of a warm-up: leaves, their tree, which need gradients
         )
-        self.is_captured = False
+        self.is_captured = self._is_recomputed = False
         self.graphs: list[Graph] = []
         self._reduced: PendingReplay | None = None
         self._kind: tuple | None = None
@@ -206,7 +211,9 @@ class Block:
     def _warm_up(self, leaves: list, tree: Any) -> Any:
         trains = [leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.sample = [_empty(leaf) for leaf in leaves], tree, trains
-        if not in_backward():
+        if in_backward():
+            self._is_recomputed = True
+        else:
             self.num_calls += 1
             self.place = self.owner.next_place()
         args, kwargs = tree_unflatten(leaves, tree)
@@ -224,7 +231,10 @@ class Block:
         if any(r.reducer.has_replicas and not r.syncs_gradients for r in self._runtimes):
             return "gradients are kept back from the replicas (set_requires_gradient_sync)"
         replaced = self._held.replaced() or next(filter(None, (graph.replaced() for graph in self.graphs)), None)
-        return None if replaced is None else f"{replaced} was replaced, frozen or thawed"
+        if replaced is not None:
+            return f"{replaced} was replaced, frozen or thawed"
+        changed = self._decisions.changed()
+        return None if changed is None else f"{changed}, of {self.fqn}, changed since it was captured"
 
     # ---- capture
 
@@ -234,6 +244,11 @@ class Block:
             raise GraphError(
                 f"{self.fqn}: called {self.num_calls} times in a training forward; a block that is graphed is called once. Name "
                 "others in modules="
+            )
+        if self._is_recomputed:
+            raise GraphError(
+                f"{self.fqn}: activation checkpointing around it calls it again in the backward, and a graph keeps its activations: "
+                "name the checkpointed module in modules=, or checkpoint others"
             )
         ours = {id(member.param) for member in (*self.weights, *self._smalls)}
         if {m for m in self.weights if m.param.requires_grad} != self._grads.keys():
@@ -268,6 +283,9 @@ class Block:
         self._inputs = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]
         self._kind = _kind(static, tree)
         self._held = Held(self.module, ())
+        self._decisions = Decisions(self.module, with_root=False)
+        given = [(static, static._version) for static in self._inputs]
+        attributes = trained_attributes(self.module)
         # Of autograd's graph of each replay, also where no input needs a gradient.
         self._anchor = torch.zeros((), device=self._inputs[0].device if self._inputs else None, requires_grad=True)
         args, kwargs = tree_unflatten(static, tree)
@@ -277,12 +295,20 @@ class Block:
                 outputs, self._output_tree = tree_flatten(self._forward(*args, **kwargs))
             if not all(isinstance(output, torch.Tensor) for output in outputs):
                 raise GraphError(f"{self.fqn}: returns something else than tensors, which a graph would not bring by")
+            refuse_written(given, self.fqn)
+            for name, value in trained_attributes(self.module).items():
+                if attributes.get(name) is not value:
+                    raise GraphError(
+                        f"{self.fqn}: its forward leaves a tensor that gradients flow back from in the attribute {name}, and replays "
+                        "leave none there: return it, or name smaller modules in modules="
+                    )
             self._live = [output for output in outputs if output.requires_grad]  # with autograd's graph
             self.output_trains = [output.requires_grad for output in outputs]
             return [output.detach() for output in outputs]
 
         graph = Graph(self.owner, Part(tuple(self.weights), False, before and before.part.left, left), before)
         self.outputs = graph.capture(body)
+        self._decisions.note_captured()
         self._output_grads = [torch.zeros_like(o) for o, trains in zip(self.outputs, self.output_trains) if trains]
         self.graphs = [graph]
         return graph
@@ -295,8 +321,9 @@ class Block:
         def body() -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
             for static in self._inputs:
                 static.grad = None
-            # Kept alive: no other graph gets the memory of these activations.
-            torch.autograd.backward(self._live, self._output_grads, retain_graph=True)
+            # As where backward() is called usually. Kept alive: no other graph gets the memory of these activations.
+            with torch.autocast(self._anchor.device.type, enabled=False):
+                torch.autograd.backward(self._live, self._output_grads, retain_graph=True)
             smalls.update(self.owner.runtimes.take_small())
             return [static.grad for static in self._inputs], [grad for _, grad, _ in smalls.values()]
 
@@ -424,6 +451,17 @@ class Block:
                 runtime.reducer.replays.receive()
 
 
+def _is_watched(tensor: torch.Tensor | None) -> bool:
+    """Whether its gradient goes to somebody beside autograd's graph."""
+    return tensor is not None and (tensor.is_leaf or tensor.retains_grad or bool(tensor._backward_hooks))
+
+
+def graphed_modules(model: nn.Module) -> list[str]:
+    """FQNs of those whose forwards are, or will be, graphs."""
+    modules = model.named_modules()
+    return [clean_fqn(name) for name, m in modules if isinstance(m.__dict__.get("forward"), _GraphedForward)]
+
+
 def _empty(leaf: Any) -> Any:
     """What a static input is made of, without the values."""
     return torch.empty_like(leaf, requires_grad=False) if isinstance(leaf, torch.Tensor) else leaf
@@ -434,4 +472,4 @@ def _kind(leaves: list, tree: Any) -> tuple:
         (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
         for leaf in leaves
     )
-    return described, str(tree), torch.is_autocast_enabled("cuda")
+    return described, str(tree), autocast_modes()

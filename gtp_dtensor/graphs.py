@@ -19,13 +19,18 @@ from .graph_checks import (
     Held,
     HostReads,
     Places,
+    Steppers,
+    autocast_modes,
     check_optimizers,
     first_difference,
     hooked_parameters,
     host_numbers,
     named_hooks,
+    refuse_written,
     setting_versions,
 )
+from .graph_python import Decisions, Names
+from .graphed_block import graphed_modules
 from .plan import clean_fqn
 
 logger = logging.getLogger(__name__)
@@ -66,9 +71,10 @@ def graph_step(
     tensor (``AdamW(lr=torch.tensor(1e-3, device="cuda"), capturable=True, fused=True)``), which schedulers write to.
 
     Args:
-        step: of tensors, in any nesting of tuples, lists and dicts, and constants.
+        step: of tensors, in any nesting of tuples, lists and dicts, and constants. Those in pinned memory of the CPU must
+            not be written before they are copied, as with ``non_blocking=True``.
         model: whose weights it uses; under GTP in parts, as a whole, or not at all.
-        optimizers: that it steps; none for an evaluation.
+        optimizers: that it steps, all of them; none for an evaluation.
         num_warmup_steps: how many steps of each kind (shapes, constants, train or eval) run before one is captured. At
             least two, and more while ``look_ahead_bytes`` is being planned.
         max_graphs: how many kinds there may be. Each has a graph and its inputs, all share the memory that is used within.
@@ -106,6 +112,8 @@ class _Graph:
         self.runtimes: RuntimesReplay
         self.held: Held
         self.gradients: Gradients
+        self.decisions: Decisions
+        self.names: Names
         self.numbers: dict[tuple, Any] = {}
 
 
@@ -142,7 +150,7 @@ class GraphedStep:
         self._max_graphs = max_graphs
         self._clone_outputs = clone_outputs
         self._runtimes = Runtimes(model)
-        self._reads = HostReads(model)
+        self._reads, self._steppers = HostReads(model), Steppers(self._optimizers)
         self._num_warmed: dict[tuple, int] = {}
         self._dropped: dict[tuple, set[str]] = {}  # whose gradients steps begin by dropping
         self._graphs: dict[tuple, _Graph] = {}
@@ -176,6 +184,7 @@ class GraphedStep:
         self._num_warmed.clear()
         self._dropped.clear()
         self._reads.found.clear()
+        self._steppers.found.clear()
         self._recorder.release()
 
     def release(self) -> None:
@@ -199,7 +208,7 @@ class GraphedStep:
             (leaf.shape, leaf.dtype, leaf.stride()) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
             for leaf in leaves
         )
-        modes = (self._model.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocast())
+        modes = (self._model.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_modes())
         try:
             key = (described, str(tree), modes)
             hash(key)
@@ -231,11 +240,11 @@ class GraphedStep:
 
     def _is_outdated(self, graph: _Graph) -> bool:
         """Whether ``graph``, and all others with it, were forgotten since tensors are elsewhere now."""
-        replaced = graph.held.replaced()
-        if replaced is None:
+        changed = graph.held.replaced() or graph.decisions.changed()
+        if changed is None:
             return False
         logger.warning(
-            "GTP: %s was replaced, frozen or thawed since the step was captured: it is captured anew", replaced
+            "GTP: %s was changed, replaced, frozen or thawed since the step was captured: it is captured anew", changed
         )
         self.reset()
         return True
@@ -248,7 +257,7 @@ class GraphedStep:
         gradients = Gradients(self._model)
         watches = num == _LEAST_WARMUP_STEPS and self._device.type == "cuda"
         with self._recorder.apart():
-            with self._reads.watching() if watches else contextlib.nullcontext():
+            with self._steppers.watching(), self._reads.watching() if watches else contextlib.nullcontext():
                 outputs = _detached(self.eager(*args, **kwargs))
             self._runtimes.settle()
         self._dropped.setdefault(key, set()).update(gradients.dropped())
@@ -256,6 +265,12 @@ class GraphedStep:
 
     def _capture(self, key: tuple, leaves: list, tree: Any) -> _Graph:
         self._reads.refuse()
+        self._steppers.refuse()
+        blocks = graphed_modules(self._model)
+        if blocks:
+            raise GraphError(
+                f"{blocks[0]}: a graph of graph_blocks(), which cannot be in the graph of a step: release() those first"
+            )
         names = {id(param): clean_fqn(name) for name, param in self._model.named_parameters()}
         check_optimizers(self._optimizers, names)
         hooked = hooked_parameters(self._model)
@@ -266,6 +281,9 @@ class GraphedStep:
         graph = _Graph([leaf for leaf in static if isinstance(leaf, torch.Tensor)])
         graph.held = Held(self._model, self._optimizers)
         graph.gradients = Gradients(self._model)
+        graph.decisions = Decisions(self._model, self._optimizers)
+        graph.names = Names(self.eager)
+        given = [(tensor, tensor._version) for tensor in graph.inputs]
         graph.numbers = host_numbers(self._optimizers)
         versions = setting_versions(self._optimizers)
         schedules = self._runtimes.schedules()
@@ -277,12 +295,14 @@ class GraphedStep:
             with self._runtimes.capturing(graph.runtimes), named_hooks(self._model):
                 outputs = _detached(self.eager(*args, **kwargs))
             self._check_captured(graph, versions)
+            refuse_written(given, "the step")
             return outputs
 
         def failed() -> None:
             self._runtimes.abandon(schedules)
             graph.gradients.restore()
             state.restore()
+            graph.names.restore()
             graph.runtimes.forget()
 
         try:
@@ -295,6 +315,7 @@ class GraphedStep:
         except Exception as error:
             raise self._explained(error) from error
         graph.gradients.note_captured(self._dropped[key])
+        graph.decisions.note_captured()
         self._graphs[key] = graph
         return graph
 
@@ -313,6 +334,12 @@ class GraphedStep:
             raise GraphError(
                 f"the step puts another tensor in the place of {replaced}, or freezes it; its replays would go on reading the "
                 "one before: write into it in place"
+            )
+        rebound = graph.names.changed()
+        if rebound is not None:
+            raise GraphError(
+                f"the step makes {rebound[0]}, a variable around it, another one, and its replays would not: return the value, "
+                "or write to a tensor in place; and count outside of the step"
             )
 
     def _explained(self, error: Exception) -> GraphError:
@@ -336,6 +363,13 @@ class GraphedStep:
                 f"{name} was {before!r} when the step was captured, and is {after!r}: the graph has the number. Where it "
                 'changes, make it a tensor (lr=torch.tensor(..., device="cuda")), which schedulers write to; or call '
                 "reset() to capture anew"
+            )
+        rebound = graph.names.changed()
+        if rebound is not None:
+            name, before, after = (rebound[0], *map(_short, rebound[1:]))
+            raise GraphError(
+                f"{name}, a variable around the step, was {before} when the step was captured, and is {after}: the graph has what "
+                "it was. Where a number changes, give it as an argument, as a tensor; or call reset() to capture anew"
             )
         graph.gradients.check()
         for static, given in zip(graph.inputs, (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))):
@@ -369,13 +403,15 @@ def _copy(values: Any) -> Any:
     return dict(values) if isinstance(values, dict) else values
 
 
+def _short(value: Any) -> str:
+    """For messages."""
+    of_tensors = isinstance(value, (torch.Tensor, nn.Module, torch.optim.Optimizer))
+    return f"one {type(value).__name__}" if of_tensors else repr(value)
+
+
 def _detached(outputs: Any) -> Any:
     """Without the graphs of autograd, which hold activations and gathered weights."""
     return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
-
-
-def _autocast() -> tuple:
-    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu"))
 
 
 def _shapes(key: tuple) -> str:

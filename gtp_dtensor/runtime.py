@@ -294,6 +294,19 @@ class Runtime:
 
     # ---- uses
 
+    def in_capture(self, weight: ShardedWeight) -> Captured:
+        """For ``weight``, in the capture that goes on.
+
+        Raises:
+            RuntimeError: it is of another model.
+        """
+        if self.captured is None:
+            raise RuntimeError(
+                f"{weight.fqn}: belongs to another model than the one that is captured: give graph_step() both, as "
+                "torch.nn.ModuleList([...])"
+            )
+        return self.captured
+
     def acquire(
         self,
         weight: ShardedWeight,
@@ -398,8 +411,8 @@ class Runtime:
         replicas, then a gather for each over that axis, awaited when the weight is used (with symmetric memory: here)."""
         with plain_ops():
             stale = [weight for weight in self.live_weights() if weight.compute_shard is None]
-            if self.captured is not None:
-                self.captured.refreshed.update(stale)
+            if stale and self.transport.is_capturing:
+                self.in_capture(stale[0]).refreshed.update(stale)
             num_fences = self.transport.num_fences
             with self.transport.rewriting(stale):
                 quantized = [weight for weight in stale if weight.quantized is not None]

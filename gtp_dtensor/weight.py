@@ -501,6 +501,7 @@ class ShardedWeight:
             with own_ops(self.fqn, "gather", kind):
                 return self.gather(kind, prefetched, True, into)
         counters, transport, view = self.counters, self.runtime.transport, None
+        captured = self.runtime.in_capture(self) if transport.is_capturing else None
         if kind is _BACKWARD:
             counters.num_backward_gathers += 1
         elif kind is _RECOMPUTE:
@@ -523,6 +524,6 @@ class ShardedWeight:
             transfer = transport.all_gather(buffer, shard, self.cut.dim)
         counters.gather_bytes += num_bytes
         lease = Lease(self, kind, buffer, transfer, prefetched, view)
-        if self.runtime.captured is not None:
-            self.runtime.captured.note(lease)
+        if captured is not None:
+            captured.note(lease)
         return lease

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -36,11 +37,13 @@ class StandIn:
         self._is_capturing = False
         self.num_released = 0
 
-    def step(self, *args, **kwargs):
-        """What a GraphedStep is given."""
-        if self._is_capturing:
-            self._args = args, kwargs
-        return self._step(*args, **kwargs)
+        @functools.wraps(step)
+        def given(*args, **kwargs):
+            if self._is_capturing:
+                self._args = args, kwargs
+            return self._step(*args, **kwargs)
+
+        self.step = given  # what a GraphedStep is given
 
     @contextlib.contextmanager
     def apart(self):

@@ -72,6 +72,16 @@ def job(**changes):
         ({"parallelism__expert_parallel_degree": 2}, NotImplementedError, "expert_parallel_degree > 1, whose dispatch"),
         ({"parallelism__pipeline_parallel_degree": 2}, NotImplementedError, "pipeline_parallel_degree > 1"),
         ({"gtp__cuda_graph": "block", "gtp__cuda_graph_modules": []}, ValueError, "no cuda_graph_modules"),
+        (
+            {
+                "gtp__cuda_graph": "block",
+                "gtp__cuda_graph_modules": ["layers.*.attention"],
+                "activation_checkpoint__mode": "selective",
+                "activation_checkpoint__preserve_rng_state": False,
+            },
+            ValueError,
+            r"mode = 'selective' with cuda_graph_modules \['layers\.\*\.attention'\].*mode to 'none'",
+        ),
         ({"gtp__linear_backend": "transformer_engine"}, NotImplementedError, "linear_backend"),
     ],
 )

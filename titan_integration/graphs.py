@@ -44,6 +44,13 @@ def check_cuda_graph(job_config, *, gtp_enabled: bool) -> None:
         raise ValueError(
             f"{key}: random states cannot be read in a graph; set activation_checkpoint.preserve_rng_state = false"
         )
+    parts = [pattern for pattern in section.cuda_graph_modules if pattern.count(".") > 1]
+    if choice == "block" and checkpointing.mode in ("full", "selective") and parts:
+        raise ValueError(
+            f"{key} and activation_checkpoint.mode = {checkpointing.mode!r} with cuda_graph_modules {parts}: a checkpointed block "
+            "would call these again in its backward, and graphs keep their activations. Set the mode to 'none', or name whole "
+            "blocks ('layers.*')"
+        )
     refused = (
         (parallelism.pipeline_parallel_degree > 1, "parallelism.pipeline_parallel_degree > 1"),
         (parallelism.context_parallel_degree > 1, "parallelism.context_parallel_degree > 1"),

@@ -113,7 +113,7 @@ class Gtp:
     cuda_graph_modules: list[str] = field(default_factory=lambda: ["layers.*"])
     """
     FQN patterns of what is graphed with cuda_graph = "block". In models with experts on several ranks, name what is before and
-    beside them: ["layers.*.attention", "layers.*.moe.shared_experts"].
+    beside them: ["layers.*.attention", "layers.*.moe.shared_experts"], with activation_checkpoint.mode = "none".
     """
 
     high_priority_stream_groups: list[str] = field(default_factory=list)
